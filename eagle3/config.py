@@ -1,0 +1,135 @@
+"""Settings: one frozen pydantic model per stage; a recipe is a YAML file with one block for each.
+
+A stage's settings are part of its cache key, so nothing that cannot change the stage's result stands here unless its
+description says so. Validators run on every Flyte hop: they are cheap and touch no file.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class StageConfig(BaseModel):
+    """Base of all stage settings: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TargetConfig(StageConfig):
+    """Which model the draft is for."""
+
+    name: str = Field(description="hub id, local directory with safetensors, or a .gguf file")
+    revision: str = Field(default="", description="hub revision (branch, tag or commit); empty means the default branch")
+    public_name: str = Field(
+        default="", description="name written into the exported draft; needed when `name` is a path, else the hub id is used"
+    )
+    trust_remote_code: bool = Field(default=False, description="run the target repository's own Python code")
+
+    @model_validator(mode="after")
+    def _check(self) -> "TargetConfig":
+        if self.trust_remote_code and not self.revision:
+            raise ValueError("trust_remote_code needs a pinned revision; set target.revision to a commit")
+        return self
+
+
+class EngineConfig(StageConfig):
+    """How the target runs, in regeneration, extraction and evaluation alike."""
+
+    engine: Literal["vllm", "transformers"] = Field(
+        default="vllm", description="transformers is the slow reference for machines on which vLLM cannot run"
+    )
+    dtype: Dtype = Field(default="bfloat16", description="compute dtype of the target; float32 on CPUs without AVX-512 BF16")
+    max_model_len: int = Field(default=4096, ge=16, description="longest prompt plus answer, tokens")
+    max_num_seqs: int = Field(default=128, ge=1, description="sequences in flight")
+    max_num_batched_tokens: int = Field(default=8192, ge=16, description="tokens per engine step")
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1, description="share of GPU memory the engine may take")
+    cpu_kv_cache_gib: int = Field(default=1, ge=1, description="key-value cache of a CPU engine, GiB")
+    enforce_eager: bool = Field(default=False, description="skip graph capture and compilation; starts faster, runs slower")
+
+
+class DataConfig(StageConfig):
+    """prepare: rows to token shards."""
+
+    max_prompt_tokens: int = Field(default=2048, ge=1, description="rows whose prompt is longer are dropped and counted")
+    max_tokens: int = Field(default=4096, ge=2, description="rows with answers are truncated to this many tokens")
+    rows_per_shard: int = Field(default=4096, ge=1, description="rows in one shard: one engine task")
+    min_shards: int = Field(default=1, ge=1, description="refuse sources that fill fewer shards than this")
+    max_dropped_share: float = Field(default=0.5, ge=0, le=1, description="share of dropped rows above which the task fails")
+
+
+class RegenerateConfig(StageConfig):
+    """regenerate: the target's own answers."""
+
+    enabled: bool = Field(default=True, description="replace the last assistant turn by the target's own answer")
+    temperature: float = Field(default=0.7, ge=0, description="sampling temperature; 0 is greedy")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling mass")
+    max_new_tokens: int = Field(default=1024, ge=1, description="longest answer, tokens")
+    seed: int = Field(default=0, description="engine seed")
+
+
+class VocabConfig(StageConfig):
+    """vocab: the draft vocabulary."""
+
+    size: int = Field(default=32000, ge=1, description="draft vocabulary size K, at most the target's")
+
+
+class ExtractConfig(StageConfig):
+    """extract: hidden states."""
+
+    layer_ids: list[int] = Field(
+        default=[], description="aux layers in vLLM's numbering (states after k layers); empty means 2, n//2, n-3"
+    )
+    storage_dtype: Dtype = Field(default="bfloat16", description="dtype on disk")
+    chunk_bytes: int = Field(default=1 << 30, ge=1, description="size of one chunk file, bytes; a new one starts above it")
+
+
+class TrainConfig(StageConfig):
+    """train: the draft."""
+
+    ttt_steps: int = Field(default=3, ge=1, le=16, description="unroll steps (training-time test)")
+    step_decay: float = Field(default=1.0, gt=0, le=1, description="loss weight of step i is step_decay ** i")
+    epochs: int = Field(default=1, ge=1, description="passes over the shards")
+    pack_tokens: int = Field(default=8192, ge=2, description="tokens per pack, one optimizer step each; longer rows are cut")
+    optimizer: Literal["adamw", "muon"] = Field(default="adamw", description="muon: torch's Muon on matrices, AdamW on the rest")
+    learning_rate: float = Field(default=1e-3, gt=0, description="peak learning rate of AdamW")
+    muon_learning_rate: float = Field(default=2e-2, gt=0, description="peak learning rate of Muon")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW first-moment decay")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW second-moment decay")
+    warmup_share: float = Field(default=0.05, ge=0, lt=1, description="share of steps in linear warm-up")
+    schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="after warm-up, down to zero")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="gradient clipping threshold, L2 norm")
+    head: Literal["target_trained", "target_frozen", "random"] = Field(
+        default="target_trained", description="draft head: the target's rows, trained on or frozen, or random"
+    )
+    norm_before_residual: bool = Field(default=True, description="residual stream starts from the normed hidden state")
+    norm_before_fc: bool = Field(default=False, description="one RMSNorm over the concatenated aux states")
+    fc_norm: bool = Field(default=False, description="one RMSNorm per aux state")
+    norm_output: bool = Field(default=False, description="feed back the normed state instead of the one before the norm")
+    validation_rows: int = Field(default=32, ge=0, description="conversations held out of training, chosen by content hash")
+    checkpoint_every: int = Field(default=200, ge=1, description="optimizer steps between checkpoints")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto takes the GPU where there is one")
+    seed: int = Field(default=0, description="initialisation and order")
+
+
+class ExportConfig(StageConfig):
+    """export: the vLLM directory."""
+
+    num_speculative_tokens: int = Field(default=3, ge=1, description="draft tokens per round written as the default")
+
+
+class EvaluateConfig(StageConfig):
+    """evaluate: acceptance and speed on held-out prompts, greedy."""
+
+    num_speculative_tokens: int = Field(default=3, ge=1, description="draft tokens per round, k")
+    max_new_tokens: int = Field(default=256, ge=2, description="longest answer, tokens")
+    dtype: Dtype = Field(default="float32", description="compute dtype; outputs are compared token by token in float32 only")
+    concurrency: int = Field(default=1, ge=1, description="sequences in flight while speed is measured")
+
+
+class FanOutConfig(StageConfig):
+    """How many engine replicas work at once. In no cache key."""
+
+    replicas: int = Field(default=8, ge=1, description="engine tasks in flight, each on its own GPU")
