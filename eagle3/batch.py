@@ -45,9 +45,10 @@ class PackedBatch:
         """[S] int64: token fed at `step`, t[p + 1 + step]; clamped to the pack where the slot is not valid."""
         return self.token_ids[(self.slots + 1 + step).clamp(max=len(self.token_ids) - 1)]
 
-    def labels(self, step: int) -> Tensor:
-        """[S] int64: target token ids that `step` should guess, t[p + 2 + step]; meaningless where not valid."""
-        return self.token_ids[(self.slots + 2 + step).clamp(max=len(self.token_ids) - 1)]
+    def labels(self) -> Tensor:
+        """[I, S] int64: target token ids that each step should guess, t[p + 2 + i]; meaningless where not valid."""
+        steps = torch.arange(len(self.valid), device=self.slots.device)[:, None]
+        return self.token_ids[(self.slots + 2 + steps).clamp(max=len(self.token_ids) - 1)]
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Copy to a device."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -272,31 +272,51 @@ def read_manifest(shard_dir: str | Path) -> dict[str, Any]:
     return manifest
 
 
-def read_hidden_states(shard_dir: str | Path, rows: range | None = None) -> Iterator[HiddenStateRow]:
-    """Stream rows `rows` (default all) of a hidden-state shard in order, one chunk in memory at a time (memory-mapped)."""
-    manifest = read_manifest(shard_dir)
-    wanted = range(manifest["rows"]) if rows is None else rows
-    first = 0
-    for chunk in manifest["chunks"]:
-        path, ids = Path(shard_dir) / Path(chunk["file"]).name, chunk["sample_ids"]
-        if first < wanted.stop and first + len(ids) > wanted.start:
-            with safe_open(path, framework="pt") as f:
-                yield from _read_chunk(f, ids, range(max(0, wanted.start - first), min(len(ids), wanted.stop - first)))
-        first += len(ids)
+class HiddenStateReader:
+    """Random access to the rows of a finished shard; chunks are memory-mapped, only what is asked for is read.
 
+    lengths: tokens of every row. sample_ids: their ids. manifest: the manifest.
+    """
 
-def _read_chunk(f: Any, sample_ids: list[str], rows: range) -> Iterator[HiddenStateRow]:
-    offsets, positions = f.get_tensor("row_offsets"), f.get_tensor("last_positions")
-    token_ids, loss_mask = f.get_tensor("token_ids"), f.get_tensor("loss_mask")
-    aux, last = f.get_slice("aux"), f.get_slice("last")
-    for r in rows:
+    def __init__(self, shard_dir: str | Path) -> None:
+        self.manifest = read_manifest(shard_dir)
+        self.lengths: list[int] = []
+        self.sample_ids: list[str] = []
+        self.where: list[tuple[int, int]] = []
+        self.chunks: list[Any] = []
+        self.offsets: list[Tensor] = []
+        for number, chunk in enumerate(self.manifest["chunks"]):
+            path = Path(shard_dir) / Path(chunk["file"]).name
+            try:
+                file = safe_open(path, framework="pt")
+            except SafetensorError as e:
+                raise ValueError(f"{path} is not a readable chunk ({e}); run extract_hidden_states again") from e
+            offsets = file.get_tensor("row_offsets")
+            self.chunks.append(file)
+            self.offsets.append(offsets)
+            self.lengths += offsets.diff().tolist()
+            self.sample_ids += chunk["sample_ids"]
+            self.where += [(number, r) for r in range(len(chunk["sample_ids"]))]
+
+    def row(self, index: int) -> HiddenStateRow:
+        """Read row `index`, in shard order."""
+        number, r = self.where[index]
+        file, offsets = self.chunks[number], self.offsets[number]
         start, stop = int(offsets[r]), int(offsets[r + 1])
+        positions = file.get_tensor("last_positions")
         m0, m1 = torch.searchsorted(positions, torch.tensor([start, stop])).tolist()
-        yield HiddenStateRow(
-            sample_ids[r],
-            token_ids[start:stop].long(),
-            loss_mask[start:stop],
-            aux[start:stop],
-            last[m0:m1],
+        return HiddenStateRow(
+            self.sample_ids[index],
+            file.get_slice("token_ids")[start:stop].long(),
+            file.get_slice("loss_mask")[start:stop],
+            file.get_slice("aux")[start:stop],
+            file.get_slice("last")[m0:m1],
             positions[m0:m1] - start,
         )
+
+
+def read_hidden_states(shard_dir: str | Path) -> Iterator[HiddenStateRow]:
+    """Stream all rows of a hidden-state shard in order."""
+    reader = HiddenStateReader(shard_dir)
+    for index in range(len(reader.lengths)):
+        yield reader.row(index)
