@@ -1,0 +1,240 @@
+"""Reference drafting: the recurrence that vLLM runs, slow and plain, and speculative decoding with it in plain torch.
+
+Written apart from `model.py` on purpose: training is tested against this file, this file against the engine. Of tokens t[0..m] the
+target just sampled t[m]; aux states a[p] are known for p = 0 … m-1; the draft guesses d[1], d[2], … for t[m+1], …:
+
+    step   fed token   hidden input               RoPE position   guess
+    0      t[p+1]      fc(a[p]), every p < m      p               d[1], from the last slot p = m-1
+    1      d[1]        state of step 0            m               d[2]
+    2      d[2]        state of step 1            m+1             d[3]
+
+The state fed back is the one before the final norm unless `norm_output`. Source: vllm/model_executor/models/llama_eagle3.py and
+vllm/v1/spec_decode/llm_base_proposer.py.
+"""
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+
+@dataclass(frozen=True)
+class DraftState:
+    """Where a draft stands after one step.
+
+    logits: [K] of the next guess. hidden: [1, H], fed back. keys, values: [P, G, D], everything written so far.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class ReferenceDraft:
+    """One draft in one dtype, read from an export's two files or from the same data in memory.
+
+    Args:
+        config: content of config.json, or of draft.json: the keys read here are the same.
+        tensors: content of model.safetensors, `d2t` included.
+        embedding: [V, H], the target's input embedding.
+        dtype: arithmetic dtype. Norms and softmax run in float32 or wider, RoPE angles in float32, as in the engine.
+    """
+
+    def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor], embedding: Tensor, dtype: torch.dtype) -> None:
+        layer = dict(config["transformer_layer_config"])
+        self.config = AutoConfig.for_model(layer.pop("model_type"), **layer)
+        self.norm_before_residual: bool = config["norm_before_residual"]
+        self.norm_before_fc: bool = config["norm_before_fc"]
+        self.fc_norm: bool = config["fc_norm"]
+        self.norm_output: bool = config["norm_output"]
+        self.layer_ids: list[int] = config["eagle_aux_hidden_state_layer_ids"]
+        self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        self.eps: float = self.config.rms_norm_eps
+        self.weights = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+        self.target_ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+        self.embedding, self.dtype = embedding.to(dtype), dtype
+        self.wide = torch.promote_types(dtype, torch.float32)
+        self.rope = LlamaRotaryEmbedding(self.config)
+
+    @classmethod
+    def load(cls, export_dir: str | Path, embedding: Tensor, dtype: torch.dtype = torch.float32) -> "ReferenceDraft":
+        """Read an exported directory."""
+        path = Path(export_dir)
+        return cls(json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors"), embedding, dtype)
+
+    @torch.no_grad()
+    def prefill(self, token_ids: list[int], aux: Tensor) -> DraftState:
+        """Step 0 over every slot.
+
+        Args:
+            token_ids: t[0..m], m at least 1.
+            aux: [m, A, H] aux states of positions 0 … m-1, ascending layer order.
+        """
+        m = len(token_ids) - 1
+        if m < 1 or aux.shape[:2] != (m, len(self.layer_ids)):
+            raise ValueError(
+                f"{len(token_ids)} tokens need aux states [{m}, {len(self.layer_ids)}, H] and at least two tokens, "
+                f"got {list(aux.shape)}; give the states of all positions but the last"
+            )
+        return self._layer(torch.tensor(token_ids[1:]), self._combine(aux.to(self.dtype)), torch.arange(m), None)
+
+    @torch.no_grad()
+    def step(self, state: DraftState, token_id: int) -> DraftState:
+        """One step further, fed the guess `token_id` (a target id); its RoPE position is the number of keys so far."""
+        return self._layer(torch.tensor([token_id]), state.hidden, torch.tensor([len(state.keys)]), state)
+
+    def propose_logits(self, token_ids: list[int], aux: Tensor, fed: list[int] | None, k: int) -> Tensor:
+        """Draft logits of k steps.
+
+        Args:
+            token_ids, aux: see `prefill`.
+            fed: target ids fed at steps 1 … k-1 (teacher forcing: t[m+1], t[m+2], …); None feeds the draft's own guesses.
+            k: number of guesses.
+
+        Returns:
+            [k, K].
+        """
+        state = self.prefill(token_ids, aux)
+        logits = [state.logits]
+        for i in range(k - 1):
+            state = self.step(state, fed[i] if fed is not None else self.target_id(state.logits))
+            logits.append(state.logits)
+        return torch.stack(logits)
+
+    def propose(self, token_ids: list[int], aux: Tensor, k: int) -> list[int]:
+        """The k greedy guesses for t[m+1] … t[m+k], as target ids; arguments as in `prefill`."""
+        return [self.target_id(row) for row in self.propose_logits(token_ids, aux, None, k)]
+
+    def target_id(self, logits: Tensor) -> int:
+        """Target id of the best draft token; logits [K]."""
+        return int(self.target_ids[int(logits.argmax())])
+
+    def _combine(self, aux: Tensor) -> Tensor:
+        flat = aux.flatten(1)
+        if self.norm_before_fc:
+            flat = self._norm(flat, "input_norm")
+        if self.fc_norm:
+            parts = flat.chunk(len(self.layer_ids), dim=-1)
+            flat = torch.cat([self._norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], dim=-1)
+        return self._linear(flat, "fc")
+
+    def _layer(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, past: DraftState | None) -> DraftState:
+        embed = self._norm(self.embedding[token_ids], "layers.0.input_layernorm")
+        normed = self._norm(hidden, "layers.0.hidden_norm")
+        residual = normed if self.norm_before_residual else hidden
+        attended, keys, values = self._attention(torch.cat([embed, normed], dim=-1), positions, past)
+        residual = residual + attended
+        inner = self._norm(residual, "layers.0.post_attention_layernorm")
+        gated = F.silu(self._linear(inner, "layers.0.mlp.gate_proj")) * self._linear(inner, "layers.0.mlp.up_proj")
+        before_norm = residual + self._linear(gated, "layers.0.mlp.down_proj")
+        last = self._norm(before_norm[-1:], "norm")
+        return DraftState(self._linear(last, "lm_head")[0], last if self.norm_output else before_norm[-1:], keys, values)
+
+    def _attention(self, x: Tensor, positions: Tensor, past: DraftState | None) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys, values = (self._heads(x, f"layers.0.self_attn.{n}_proj") for n in "qkv")
+        if self.config.model_type == "qwen3":
+            queries, keys = self._norm(queries, "layers.0.self_attn.q_norm"), self._norm(keys, "layers.0.self_attn.k_norm")
+        queries, keys = self._rotate(queries, positions), self._rotate(keys, positions)
+        num_past = 0
+        if past is not None:
+            num_past = len(past.keys)
+            keys, values = torch.cat([past.keys, keys]), torch.cat([past.values, values])
+        group = queries.shape[1] // keys.shape[1]
+        scores = torch.einsum("qnd,knd->nqk", queries, keys.repeat_interleave(group, 1)).to(self.wide) * self.head_dim**-0.5
+        hidden_keys = torch.ones(len(x), len(keys), dtype=torch.bool).triu(num_past + 1)
+        shares = scores.masked_fill(hidden_keys, -torch.inf).softmax(-1).to(self.dtype)
+        out = torch.einsum("nqk,knd->qnd", shares, values.repeat_interleave(group, 1))
+        return self._linear(out.flatten(1), "layers.0.self_attn.o_proj"), keys, values
+
+    def _heads(self, x: Tensor, name: str) -> Tensor:
+        return self._linear(x, name).view(len(x), -1, self.head_dim)
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        cos: Tensor
+        sin: Tensor
+        cos, sin = self.rope(torch.empty(0, dtype=torch.float32), positions[None])
+        cos, sin = cos[0, :, None].to(self.dtype), sin[0, :, None].to(self.dtype)
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return x @ self.weights[f"{name}.weight"].T
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        v = x.to(self.wide)
+        scaled = v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + self.eps)
+        return scaled.to(self.dtype) * self.weights[f"{name}.weight"]
+
+
+@torch.no_grad()
+def speculative_generate(
+    target: PreTrainedModel,
+    draft: ReferenceDraft,
+    prompt_ids: list[int],
+    max_new_tokens: int,
+    k: int,
+    eos_ids: Collection[int],
+) -> tuple[list[int], int, list[int]]:
+    """Greedy speculative decoding: the same tokens as plain greedy decoding, and the counts that vLLM reports.
+
+    The first token comes from the prompt's own pass. Every later pass is one round: the target reads its newest token and the k
+    guesses, keeps the guesses that equal its own argmax up to the first that does not, and adds one token of its own. A round's
+    accepted guesses are counted before the answer is cut at its end (vllm/v1/core/sched/scheduler.py, update_from_output).
+
+    Args:
+        target: causal language model with a key-value cache.
+        draft: the draft of this target.
+        prompt_ids: at least one token.
+        max_new_tokens: longest answer, at least 1.
+        k: guesses per round, at least 1.
+        eos_ids: target ids that end the answer.
+
+    Returns:
+        The answer's token ids (an end token included), rounds, accepted guesses at each of the k positions.
+
+    Raises:
+        ValueError: if the draft reads a state that transformers does not show before the final norm.
+    """
+    num_layers = target.config.num_hidden_layers
+    if max(draft.layer_ids) >= num_layers:
+        raise ValueError(
+            f"aux layer ids must stay below the target's {num_layers} layers here, got {draft.layer_ids}; use the vLLM engine"
+        )
+    tokens, rounds, accepted = list(prompt_ids), 0, [0] * k
+    output = target(torch.tensor([tokens]), use_cache=True, output_hidden_states=True)
+    cache, aux = output.past_key_values, _aux_states(output, draft.layer_ids)
+    tokens.append(int(output.logits[0, -1].argmax()))
+    while not _finished(tokens[len(prompt_ids) :], max_new_tokens, eos_ids):
+        guesses = draft.propose(tokens, aux, k)
+        output = target(torch.tensor([[tokens[-1], *guesses]]), past_key_values=cache, use_cache=True, output_hidden_states=True)
+        own = output.logits[0].argmax(-1).tolist()
+        kept = next((i for i, guess in enumerate(guesses) if guess != own[i]), k)
+        rounds += 1
+        accepted = [count + (i < kept) for i, count in enumerate(accepted)]
+        aux = torch.cat([aux, _aux_states(output, draft.layer_ids)[: kept + 1]])
+        cache.crop(len(aux) - cache.get_seq_length())
+        tokens.extend(own[: kept + 1])
+    return _cut(tokens[len(prompt_ids) :], max_new_tokens, eos_ids), rounds, accepted
+
+
+def _aux_states(output: Any, layer_ids: list[int]) -> Tensor:
+    """[n, A, H]: the residual stream after each aux layer; hidden_states[j] of transformers is the state after j layers."""
+    return torch.stack([output.hidden_states[j][0] for j in sorted(layer_ids)], dim=1)
+
+
+def _cut(answer: list[int], max_new_tokens: int, eos_ids: Collection[int]) -> list[int]:
+    end = next((i + 1 for i, token in enumerate(answer) if token in eos_ids), len(answer))
+    return answer[: min(end, max_new_tokens)]
+
+
+def _finished(answer: list[int], max_new_tokens: int, eos_ids: Collection[int]) -> bool:
+    return len(answer) >= max_new_tokens or any(token in eos_ids for token in answer)
