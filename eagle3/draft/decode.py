@@ -1,7 +1,7 @@
 """Reference drafting: the recurrence that vLLM runs, slow and plain, and speculative decoding with it in plain torch.
 
-Written apart from `model.py` on purpose: training is tested against this file, this file against the engine. Of tokens t[0..m] the
-target just sampled t[m]; aux states a[p] are known for p = 0 … m-1; the draft guesses d[1], d[2], … for t[m+1], …:
+Written apart from `model.py` on purpose: training is tested against this file, this file against the engine. Of tokens t[0..m]
+the target just sampled t[m]; aux states a[p] are known for p = 0 … m-1; the draft guesses d[1], d[2], … for t[m+1], …:
 
     step   fed token   hidden input               RoPE position   guess
     0      t[p+1]      fc(a[p]), every p < m      p               d[1], from the last slot p = m-1
