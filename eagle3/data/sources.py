@@ -48,6 +48,6 @@ def _parse_line(line: bytes, path: str | Path, number: int) -> Row:
         raise ValueError(f"{path}, line {number}: not readable JSON ({e}); correct the line or remove it") from e
     if not isinstance(row, dict):
         raise ValueError(
-            f"{path}, line {number}: a row must be a JSON object, got {type(row).__name__}; write {{...}} with messages or a prompt"
+            f"{path}, line {number}: a row must be a JSON object, got {type(row).__name__}; write {{...}} with messages"
         )
     return row

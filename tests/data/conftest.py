@@ -1,0 +1,20 @@
+"""The tiny tokenizer, in memory and in a target directory."""
+
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from tests.data.tiny import train_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return train_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    path = tmp_path_factory.mktemp("target")
+    tokenizer.save_pretrained(str(path))
+    return path

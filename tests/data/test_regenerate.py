@@ -1,0 +1,45 @@
+"""Answers behind their prompts."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from eagle3.data.regenerate import attach_answers
+from eagle3.shards import TokenRow
+
+
+def prompt(sample_id: str, ids: list[int]) -> TokenRow:
+    return TokenRow(sample_id, "train", ids, [False] * len(ids))
+
+
+def answer(*ids: int, finish_reason: str = "stop") -> SimpleNamespace:
+    return SimpleNamespace(token_ids=list(ids), finish_reason=finish_reason)
+
+
+def test_the_answer_and_nothing_else_is_supervised() -> None:
+    rows = attach_answers([prompt("a", [5, 6, 7]), prompt("b", [5])], [answer(8, 2), answer(8, 9, 8, finish_reason="length")])
+    assert rows == [
+        TokenRow("a", "train", [5, 6, 7, 8, 2], [False, False, False, True, True]),
+        TokenRow("b", "train", [5, 8, 9, 8], [False, True, True, True]),
+    ]
+
+
+def test_answers_shorter_than_two_tokens_are_left_out() -> None:
+    rows = [prompt("a", [5]), prompt("b", [6]), prompt("c", [7])]
+    assert [r.sample_id for r in attach_answers(rows, [answer(), answer(2), answer(8, 2)])] == ["c"]
+
+
+def test_the_prompts_stay_as_they_are() -> None:
+    row = prompt("a", [5, 6])
+    attach_answers([row], [answer(8, 2)])
+    assert row == prompt("a", [5, 6])
+
+
+def test_a_missing_answer_is_an_error() -> None:
+    with pytest.raises(ValueError, match="got 1 answers for 2 prompts; ask the engine again"):
+        attach_answers([prompt("a", [5]), prompt("b", [5])], [answer(8, 2)])
+
+
+def test_a_row_that_already_holds_an_answer_is_named() -> None:
+    with pytest.raises(ValueError, match=r"row a already holds an answer; prepare the shard with regenerate\.enabled"):
+        attach_answers([TokenRow("a", "train", [5, 6], [False, True])], [answer(8, 2)])
