@@ -118,6 +118,7 @@ class ExportConfig(StageConfig):
     """export: the vLLM directory."""
 
     num_speculative_tokens: int = Field(default=3, ge=1, description="draft tokens per round written as the default")
+    dtype: Dtype = Field(default="bfloat16", description="dtype of the stored weights; float32 serves exactly what was trained")
 
 
 class EvaluateConfig(StageConfig):

@@ -44,7 +44,7 @@ class ReferenceDraft:
 
     Args:
         config: content of config.json, or of draft.json: the keys read here are the same.
-        tensors: content of model.safetensors, `d2t` included.
+        tensors: content of model.safetensors; `d2t` [K] is needed where the draft vocabulary is smaller than the target's.
         embedding: [V, H], the target's input embedding.
         dtype: arithmetic dtype. Norms and softmax run in float32 or wider, RoPE angles in float32, as in the engine.
     """
@@ -60,7 +60,8 @@ class ReferenceDraft:
         self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
         self.eps: float = self.config.rms_norm_eps
         self.weights = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-        self.target_ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+        draft_ids = torch.arange(config["draft_vocab_size"])
+        self.target_ids = draft_ids + tensors["d2t"] if len(draft_ids) < self.config.vocab_size else draft_ids
         self.embedding, self.dtype = embedding.to(dtype), dtype
         self.wide = torch.promote_types(dtype, torch.float32)
         self.rope = LlamaRotaryEmbedding(self.config)

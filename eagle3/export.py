@@ -1,0 +1,302 @@
+"""The directory that stock vLLM serves (Speculators format): written, checked tensor by tensor, then published under its name.
+
+A missing `d2t`, `fc`, `lm_head` or `hidden_norm` loads silently in vLLM and nothing is ever accepted, so `verify_export` compares
+every tensor with what config.json implies. `embed_tokens` is left out: the engine shares the target's. Where the draft vocabulary
+is the whole target vocabulary, `d2t` and `t2d` are left out too: the engine has no mapping then and refuses one.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eagle3.config import ExportConfig
+from eagle3.shards import digest_of
+from eagle3.target.weights import check_target_dir
+from eagle3.vocab import load_vocab
+
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def write_export(
+    draft_dir: str | Path,
+    vocab_path: str | Path,
+    target_dir: str | Path,
+    public_name: str,
+    cfg: ExportConfig,
+    out_dir: str | Path,
+) -> str:
+    """Write a draft as a directory for vLLM; it appears under its name only after it was verified and read back equal.
+
+    Args:
+        draft_dir: holds draft.json and draft.safetensors (names as in the export, float master weights).
+        vocab_path: draft vocabulary.
+        target_dir: directory of the target.
+        public_name: the target's name as users know it; never a local path.
+        cfg: default number of speculative tokens, dtype of the stored weights.
+        out_dir: absent or empty.
+
+    Returns:
+        Content digest.
+
+    Raises:
+        ValueError: names the file, setting or tensor, what was expected and what was found.
+    """
+    check_public_name(public_name)
+    out = Path(out_dir)
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} must be absent or empty, it holds files; choose another directory or remove it yourself")
+    draft_path = Path(draft_dir) / "draft.safetensors"
+    draft: dict[str, Any] = _read_json(Path(draft_dir) / "draft.json")
+    tensors = {name: t.to(FLOAT_DTYPES[cfg.dtype]).contiguous() for name, t in _read_tensors(draft_path).items()}
+    vocab = load_vocab(vocab_path)
+    _check_against_target(draft, check_target_dir(target_dir), target_dir)
+    sizes, trained = (
+        (len(vocab.d2t), len(vocab.t2d)),
+        (draft["draft_vocab_size"], draft["transformer_layer_config"]["vocab_size"]),
+    )
+    if sizes != trained:
+        raise ValueError(
+            f"{vocab_path} maps {sizes[0]} of {sizes[1]} tokens, the draft was trained for {trained[0]} of {trained[1]}; "
+            "export with the vocab of training or train again"
+        )
+    if len(vocab.d2t) < len(vocab.t2d):
+        tensors |= {"d2t": vocab.d2t, "t2d": vocab.t2d}
+    part = out.with_name(f"{out.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    (part / "config.json").write_text(json.dumps(export_config(draft, public_name, cfg), indent=2) + "\n")
+    save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+    digest = verify_export(part)
+    _check_equal(part / "model.safetensors", tensors)
+    part.replace(out)
+    return digest
+
+
+def export_config(draft: dict[str, Any], public_name: str, cfg: ExportConfig) -> dict[str, Any]:
+    """Content of config.json.
+
+    Args:
+        draft: content of draft.json.
+        public_name: the target's name.
+        cfg: default number of speculative tokens, dtype.
+    """
+    layer_ids = draft["eagle_aux_hidden_state_layer_ids"]
+    layer = {k: v for k, v in draft["transformer_layer_config"].items() if k not in ("_name_or_path", "transformers_version")}
+    layer |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    if len(layer_ids) != 3:
+        layer["num_aux_hidden_states"] = len(layer_ids)
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": cfg.num_speculative_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": public_name, "architectures": draft["target_architectures"]},
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": draft["draft_vocab_size"],
+        "target_hidden_size": draft["target_hidden_size"],
+        "eagle_aux_hidden_state_layer_ids": layer_ids,
+        **{flag: draft[flag] for flag in FLAGS},
+        "tie_word_embeddings": False,
+        "dtype": cfg.dtype,
+    }
+
+
+def check_public_name(name: str) -> None:
+    """Refuse an empty name and anything that is or looks like a local path.
+
+    Raises:
+        ValueError: says what to set.
+    """
+    if _looks_local(name) or Path(name).exists():
+        raise ValueError(
+            f"the exported draft must name its target as others know it, got {name!r}; set target.public_name to a hub id "
+            "such as org/model (a local path would not exist where the draft is served)"
+        )
+
+
+def _looks_local(name: str) -> bool:
+    return not name or name.startswith(("/", ".", "~")) or "\\" in name or name.endswith(".gguf") or name.count("/") > 1
+
+
+def verify_export(export_dir: str | Path) -> str:
+    """Check an exported directory: settings first, then every tensor against the shapes that they imply.
+
+    Returns:
+        Content digest of config.json and model.safetensors.
+
+    Raises:
+        ValueError: lists every fault; a tensor fault names the tensor, its expected and its found shape.
+    """
+    path = Path(export_dir)
+    config = _read_json(path / "config.json")
+    faults = list(_config_faults(config))
+    if not faults:
+        faults = list(_tensor_faults(config, _read_tensors(path / "model.safetensors")))
+    if faults:
+        raise ValueError(f"{path} would not serve as trained: {'; '.join(faults)}; export the draft again")
+    return digest_of(*(_file_digest(path / name) for name in ("config.json", "model.safetensors")))
+
+
+def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that the engine needs for this config.json."""
+    layer, num_aux = config["transformer_layer_config"], len(config["eagle_aux_hidden_state_layer_ids"])
+    width, inner, heads = layer["hidden_size"], layer["intermediate_size"], layer["num_attention_heads"]
+    head_dim = layer.get("head_dim") or width // heads
+    query, key = heads * head_dim, layer["num_key_value_heads"] * head_dim
+    target_width, draft_vocab_size = config["target_hidden_size"], config["draft_vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (width, num_aux * target_width),
+        "layers.0.input_layernorm.weight": (width,),
+        "layers.0.hidden_norm.weight": (width,),
+        "layers.0.post_attention_layernorm.weight": (width,),
+        "layers.0.self_attn.q_proj.weight": (query, 2 * width),
+        "layers.0.self_attn.k_proj.weight": (key, 2 * width),
+        "layers.0.self_attn.v_proj.weight": (key, 2 * width),
+        "layers.0.self_attn.o_proj.weight": (width, query),
+        "layers.0.mlp.gate_proj.weight": (inner, width),
+        "layers.0.mlp.up_proj.weight": (inner, width),
+        "layers.0.mlp.down_proj.weight": (width, inner),
+        "norm.weight": (width,),
+        "lm_head.weight": (draft_vocab_size, width),
+    }
+    if layer["model_type"] == "qwen3":
+        shapes |= {f"layers.0.self_attn.{n}_norm.weight": (head_dim,) for n in "qk"}
+    if config["norm_before_fc"]:
+        shapes["input_norm.weight"] = (num_aux * target_width,)
+    if config["fc_norm"]:
+        shapes |= {f"fc_norm.{i}.weight": (target_width,) for i in range(num_aux)}
+    if draft_vocab_size < layer["vocab_size"]:
+        shapes |= {"d2t": (draft_vocab_size,), "t2d": (layer["vocab_size"],)}
+    return shapes
+
+
+def _config_faults(config: dict[str, Any]) -> Iterator[str]:
+    """Yield what is wrong in config.json; a missing flag is a fault, since engine and format disagree on the defaults."""
+    for flag in FLAGS:
+        if not isinstance(config.get(flag), bool):
+            yield f"config.json: {flag} must be true or false, got {config.get(flag)!r}"
+    if config.get("speculators_model_type") != "eagle3":
+        yield f"config.json: speculators_model_type must be eagle3, got {config.get('speculators_model_type')!r}"
+    if config.get("tie_word_embeddings") is not False:
+        yield "config.json: tie_word_embeddings must be false, the draft has its own head"
+    if config.get("dtype") not in FLOAT_DTYPES:
+        yield f"config.json: dtype must be one of {', '.join(FLOAT_DTYPES)}, got {config.get('dtype')!r}"
+    try:
+        proposal = config["speculators_config"]["proposal_methods"][0]
+        verifier = config["speculators_config"]["verifier"]
+        if proposal["speculative_tokens"] < 1 or not verifier["architectures"]:
+            yield "config.json: speculative_tokens must be at least 1 and the verifier's architectures given"
+        if _looks_local(verifier["name_or_path"]):
+            yield f"config.json: the verifier must have a public name, got {verifier['name_or_path']!r}"
+        yield from _shape_setting_faults(config, config["transformer_layer_config"])
+    except (KeyError, IndexError, TypeError) as e:
+        yield f"config.json lacks a key or holds the wrong kind of value ({e!r})"
+
+
+def _shape_setting_faults(config: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
+    ids = config["eagle_aux_hidden_state_layer_ids"]
+    num_aux = layer.get("num_aux_hidden_states", 3)
+    if not ids or ids != sorted(set(ids)) or ids[0] < 0:
+        yield f"config.json: aux layer ids must ascend from 0 or more, got {ids}"
+    if num_aux != len(ids):
+        yield f"config.json: transformer_layer_config.num_aux_hidden_states must be {len(ids)}, the engine reads {num_aux}"
+    if layer["model_type"] not in ("llama", "qwen3") or layer["num_hidden_layers"] != 1:
+        yield f"config.json: the draft must be one llama or qwen3 layer, got {layer['num_hidden_layers']} {layer['model_type']!r}"
+    if layer.get("attention_bias") or layer.get("mlp_bias") or layer.get("tie_word_embeddings"):
+        yield "config.json: attention_bias, mlp_bias and tie_word_embeddings of the draft layer must be false"
+    if "rope_theta" not in (layer.get("rope_parameters") or {}):
+        yield "config.json: transformer_layer_config must carry the trained rope_parameters with their rope_theta"
+    if config["target_hidden_size"] != layer["hidden_size"]:
+        yield f"config.json: the draft must be as wide as its target ({config['target_hidden_size']}), got {layer['hidden_size']}"
+    if not 1 <= config["draft_vocab_size"] <= layer["vocab_size"]:
+        yield f"config.json: draft_vocab_size must be 1 to {layer['vocab_size']} (the target's), got {config['draft_vocab_size']}"
+
+
+def _tensor_faults(config: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[str]:
+    """Yield what is wrong with the tensors, by name."""
+    shapes = expected_shapes(config)
+    kinds = {"d2t": torch.int64, "t2d": torch.bool}
+    for name in sorted(tensors.keys() - shapes.keys()):
+        yield f"tensor {name} {list(tensors[name].shape)} is unknown to the engine"
+    for name, shape in shapes.items():
+        if name not in tensors:
+            yield f"tensor {name} is missing, expected shape {list(shape)}, found none"
+            continue
+        tensor, kind = tensors[name], kinds.get(name, FLOAT_DTYPES[config["dtype"]])
+        if tensor.shape != shape:
+            yield f"tensor {name}: expected shape {list(shape)}, found {list(tensor.shape)}"
+        elif tensor.dtype != kind:
+            yield f"tensor {name} {list(shape)}: expected dtype {kind}, found {tensor.dtype}"
+        elif name not in kinds and not torch.isfinite(tensor).all():
+            yield f"tensor {name} {list(shape)} holds values that are not finite"
+        elif name != "d2t" and not tensor.any():
+            yield f"tensor {name} {list(shape)} is zero everywhere"
+        elif name == "d2t":
+            yield from _mapping_faults(tensor, tensors.get("t2d"), config["transformer_layer_config"]["vocab_size"])
+
+
+def _mapping_faults(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> Iterator[str]:
+    target_ids = torch.arange(len(d2t)) + d2t
+    if not (target_ids.diff() > 0).all() or not 0 <= int(target_ids[0]) <= int(target_ids[-1]) < vocab_size:
+        yield f"tensor d2t {list(d2t.shape)} must map to ascending target ids below {vocab_size}"
+    elif t2d is not None and torch.nonzero(t2d).flatten().tolist() != target_ids.tolist():
+        yield f"tensor t2d {list(t2d.shape)} marks other target ids than d2t maps to"
+
+
+def _check_against_target(draft: dict[str, Any], target: dict[str, Any], target_dir: str | Path) -> None:
+    layer = draft["transformer_layer_config"]
+    longest = target.get("max_position_embeddings", 0)
+    if layer["max_position_embeddings"] < longest:
+        raise ValueError(
+            f"the draft's max_position_embeddings must be at least the target's {longest}, "
+            f"got {layer['max_position_embeddings']}; train it again for {target_dir}"
+        )
+    for key, found in (("hidden_size", draft["target_hidden_size"]), ("vocab_size", layer["vocab_size"])):
+        if found != target[key]:
+            raise ValueError(f"the draft was trained for a target with {key} {found}, {target_dir} has {target[key]}")
+
+
+def _check_equal(path: Path, tensors: dict[str, Tensor]) -> None:
+    stored = _read_tensors(path)
+    for name, tensor in tensors.items():
+        if not torch.equal(stored[name], tensor):
+            raise ValueError(f"{path}: tensor {name} reads back different from what was written; check the disk")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{path} is not readable ({e}); run the stage that makes it again") from e
+    return content
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as e:
+        raise ValueError(f"{path} is not a complete safetensors file ({e}); run the stage that makes it again") from e
+    return tensors
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
