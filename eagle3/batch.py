@@ -4,8 +4,8 @@
     A  aux layers      H  hidden size              M  positions with a last hidden state
     V  target vocabulary      K  draft vocabulary  N  query heads   G  key/value heads   D  head size
 
-Slot p pairs token t[p+1] with the aux states of p; at TTT step i its label is t[p+2+i] (from 0). Four answer tokens a b c E after a
-prompt token x, loss mask 0 1 1 1 1, three steps; "." is never served and never trained:
+Slot p pairs token t[p+1] with the aux states of p; at TTT step i its label is t[p+2+i] (from 0). Four answer tokens a b c E after
+a prompt token x, loss mask 0 1 1 1 1, three steps; "." is never served and never trained:
 
     p      token p   mask[p]   token fed at steps 0 1 2   label at steps 0 1 2
     0      x         0         a b c                      b c E
@@ -108,6 +108,6 @@ def pack_rows(rows: list[HiddenStateRow], num_steps: int) -> PackedBatch:
         last=torch.cat([r.last for r in rows]),
         slots=all_slots,
         valid=all_valid,
-        last_index=wanted.clamp(min=0),
+        last_index=torch.where(all_valid, wanted, 0),
         sample_ids=[r.sample_id for r in rows],
     )
