@@ -140,7 +140,7 @@ def read_token_shard(path: str | Path) -> list[TokenRow]:
 
     try:
         columns = pq.read_table(path, columns=["sample_id", "source", "token_ids", "loss_mask"]).to_pydict()
-    except (pa.ArrowException, KeyError) as e:
+    except (pa.ArrowException, OSError, KeyError) as e:
         raise ValueError(f"{path} is not a readable token shard ({e}); make it again with prepare_data") from e
     return [TokenRow(*values) for values in zip(*columns.values(), strict=True)]
 
