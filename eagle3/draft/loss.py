@@ -65,7 +65,14 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: FunctionCtx, states: Tensor, head: Tensor, last: Tensor, rows: Tensor, last_index: Tensor, valid: Tensor, weights: Tensor
+        ctx: FunctionCtx,
+        states: Tensor,
+        head: Tensor,
+        last: Tensor,
+        rows: Tensor,
+        last_index: Tensor,
+        valid: Tensor,
+        weights: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_steps, num_slots, _ = states.shape
         wide = torch.promote_types(states.dtype, torch.float32)

@@ -7,10 +7,13 @@ Parameter names are those of the exported checkpoint. The layer follows vLLM's `
     r = r + Attention([e; n]);  pre = r + MLP(RMS_post(r));  logits = lm_head(RMS_norm(pre));  fed back: pre, or its norm
 """
 
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -215,3 +218,24 @@ def init_draft(config: DraftConfig, target: TargetTensors, target_ids: Tensor, c
             draft.norm.weight.copy_(target.norm_weight)
     draft.lm_head.weight.requires_grad_(cfg.head != "target_frozen")
     return draft
+
+
+def load_exported(export_dir: str | Path, embedding: Tensor) -> tuple[Eagle3Draft, Tensor]:
+    """Read an exported draft back for the unroll, in float32.
+
+    Args:
+        export_dir: directory that export.py wrote.
+        embedding: [V, H] the target's input embedding.
+
+    Returns:
+        The draft, and the target ids [K] int64 of its vocabulary.
+    """
+    content = json.loads((Path(export_dir) / "config.json").read_text())
+    known = {f.name for f in fields(DraftConfig)} - {"target_architectures"}
+    config = DraftConfig(**{k: content[k] for k in known}, target_architectures=[])
+    tensors = load_file(Path(export_dir) / "model.safetensors")
+    d2t = tensors.pop("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+    tensors.pop("t2d", None)
+    draft = Eagle3Draft(config, embedding)
+    draft.load_state_dict(tensors, strict=True)
+    return draft, torch.arange(len(d2t)) + d2t

@@ -1,0 +1,142 @@
+"""Acceptance and speed of an exported draft on held-out prompts, measured by the engine and predicted by the training unroll.
+
+The engine answers the prompts greedily without and with the draft. The answers without it, continued by a few tokens, are captured
+and unrolled; the walk over that unroll must give the engine's own rounds and accepted counts (exactly so in float32).
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3.batch import pack_rows
+from eagle3.config import EngineConfig, EvaluateConfig, ExtractConfig
+from eagle3.draft.acceptance import AcceptanceCounts, walk
+from eagle3.draft.model import load_exported
+from eagle3.draft.ttt import find_hits, guess, unroll
+from eagle3.shards import TokenRow, read_hidden_states, read_token_shard, write_token_shard
+from eagle3.target import engine as target_engine
+from eagle3.target.engine import Generation
+from eagle3.target.weights import load_target_tensors
+
+
+def evaluate(
+    target_dir: str, export_dir: str, heldout_path: str, engine: EngineConfig, cfg: EvaluateConfig, out_path: str
+) -> dict[str, Any]:
+    """Measure a draft and write the figures as JSON.
+
+    Args:
+        target_dir: the target's files.
+        export_dir: the exported draft.
+        heldout_path: token shard of prompts.
+        engine: how the target runs; dtype and sequences in flight come from cfg.
+        cfg: what is measured.
+        out_path: evaluation.json.
+
+    Returns:
+        The content of evaluation.json: acceptance_length, acceptance_by_position, rounds, accepted and their trainer_ twins,
+        outputs_identical, differing_prompts (sample ids), tokens_per_s {with_draft, without_draft}, prompts, and the settings.
+
+    Raises:
+        ValueError: if a prompt leaves no room for the answer.
+    """
+    rows = read_token_shard(heldout_path)
+    k, overhang = cfg.num_speculative_tokens, cfg.num_speculative_tokens + 1
+    longest = max(rows, key=lambda r: len(r.token_ids))
+    if len(longest.token_ids) + cfg.max_new_tokens + 2 * k > engine.max_model_len:  # nearer the end rounds get fewer guesses
+        raise ValueError(
+            f"{heldout_path}: prompt {longest.sample_id} has {len(longest.token_ids)} tokens; with evaluate.max_new_tokens "
+            f"{cfg.max_new_tokens} and 2k it exceeds engine.max_model_len {engine.max_model_len}; raise that or lower the other"
+        )
+    settings = engine.model_copy(update={"dtype": cfg.dtype, "max_num_seqs": cfg.concurrency})
+    greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
+    prompts = [r.token_ids for r in rows]
+    plain = target_engine.generate(target_dir, prompts, settings, max_new_tokens=cfg.max_new_tokens, **greedy)
+    answered = [p + a.token_ids for p, a in zip(prompts, plain.answers, strict=True)]
+    beyond = target_engine.generate(target_dir, answered, settings, max_new_tokens=overhang, ignore_eos=True, **greedy)
+    drafted = target_engine.generate(
+        target_dir,
+        prompts,
+        settings,
+        max_new_tokens=cfg.max_new_tokens,
+        draft_dir=export_dir,
+        num_speculative_tokens=k,
+        **greedy,
+    )
+    predicted = predict_acceptance(target_dir, export_dir, rows, plain, beyond, engine, cfg)
+    differing = [r.sample_id for r, a, b in zip(rows, plain.answers, drafted.answers, strict=True) if a.token_ids != b.token_ids]
+    measured = AcceptanceCounts(drafted.num_drafts, tuple(drafted.accepted_per_position))
+    report = {
+        **_figures(measured, ""),
+        **_figures(predicted, "trainer_"),
+        "outputs_identical": not differing,
+        "differing_prompts": differing,
+        "tokens_per_s": {
+            "with_draft": drafted.generated_tokens / drafted.seconds,
+            "without_draft": plain.generated_tokens / plain.seconds,
+        },
+        "prompts": len(rows),
+        "generated_tokens": plain.generated_tokens,
+        "engine": engine.engine,
+        **cfg.model_dump(),
+    }
+    Path(out_path).write_text(json.dumps(report, indent=1))
+    return report
+
+
+def _figures(counts: AcceptanceCounts, prefix: str) -> dict[str, Any]:
+    return {
+        f"{prefix}acceptance_length": counts.acceptance_length,
+        f"{prefix}acceptance_by_position": counts.by_position,
+        f"{prefix}rounds": counts.rounds,
+        f"{prefix}accepted": counts.accepted,
+    }
+
+
+def predict_acceptance(
+    target_dir: str,
+    export_dir: str,
+    rows: list[TokenRow],
+    plain: Generation,
+    beyond: Generation,
+    engine: EngineConfig,
+    cfg: EvaluateConfig,
+) -> AcceptanceCounts:
+    """The trainer's own figure: capture the target's greedy answers, unroll the draft over them, walk.
+
+    Args:
+        rows: the prompts.
+        plain: their greedy answers.
+        beyond: how each answer would have gone on, num_speculative_tokens + 1 tokens: the last round may look past the end.
+    """
+    content = json.loads((Path(export_dir) / "config.json").read_text())
+    draft, target_ids = load_exported(export_dir, load_target_tensors(target_dir).embedding)
+    capture_rows = []
+    for row, answer, more in zip(rows, plain.answers, beyond.answers, strict=True):
+        written = answer.token_ids + more.token_ids
+        mask = [False] * len(row.token_ids) + [True] * len(written)
+        capture_rows.append(TokenRow(row.sample_id, row.source, row.token_ids + written, mask))
+    counts = AcceptanceCounts.empty(cfg.num_speculative_tokens)
+    with tempfile.TemporaryDirectory() as scratch:
+        shard = Path(scratch) / "answers.parquet"
+        write_token_shard(shard, capture_rows)
+        target_engine.capture(
+            target_dir,
+            str(shard),
+            f"{scratch}/states",
+            content["eagle_aux_hidden_state_layer_ids"],
+            engine.model_copy(update={"dtype": cfg.dtype}),
+            ExtractConfig(storage_dtype=cfg.dtype),
+            {},
+        )
+        for row, answer, captured in zip(rows, plain.answers, read_hidden_states(f"{scratch}/states"), strict=True):
+            batch = pack_rows([captured], cfg.num_speculative_tokens)
+            with torch.no_grad():
+                hits = find_hits(guess(draft, unroll(draft, batch), target_ids), batch)
+            by_position = torch.zeros(len(hits), len(captured.token_ids), dtype=torch.bool)
+            by_position[:, batch.slots] = hits
+            first = len(row.token_ids)
+            counts = counts + walk(by_position, first, first + len(answer.token_ids) - 1, cfg.num_speculative_tokens)
+    return counts

@@ -1,0 +1,55 @@
+"""Optimizers and learning-rate schedule; the rate is a pure function of the step."""
+
+import math
+
+import torch
+from torch import nn
+
+from eagle3.config import TrainConfig
+
+
+def learning_rate_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
+    """Share of the peak learning rate at `step` (from 0): linear warm-up, then the schedule, reaching zero after the last step."""
+    warmup = max(1, round(total_steps * cfg.warmup_share))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, total_steps - warmup)
+    if cfg.schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1 - progress if cfg.schedule == "linear" else 1.0
+
+
+def make_optimizers(draft: nn.Module, cfg: TrainConfig) -> dict[str, torch.optim.Optimizer]:
+    """AdamW for everything, or Muon for the hidden matrices and AdamW for norms and head.
+
+    Each parameter group carries its peak rate as `peak_lr`; `set_learning_rate` scales it.
+    """
+    trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
+    matrices = [p for name, p in trained.items() if cfg.optimizer == "muon" and p.dim() == 2 and "lm_head" not in name]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in trained.values() if id(p) not in chosen]
+    fused = next(iter(trained.values())).dtype == torch.float32
+    optimizers: dict[str, torch.optim.Optimizer] = {
+        "adamw": torch.optim.AdamW(
+            [{"params": rest, "peak_lr": cfg.learning_rate}],
+            lr=cfg.learning_rate,
+            betas=(cfg.beta1, cfg.beta2),
+            weight_decay=cfg.weight_decay,
+            fused=fused,
+        )
+    }
+    if matrices:
+        optimizers["muon"] = torch.optim.Muon(
+            [{"params": matrices, "peak_lr": cfg.muon_learning_rate}],
+            lr=cfg.muon_learning_rate,
+            weight_decay=cfg.weight_decay,
+            adjust_lr_fn="original",
+        )
+    return optimizers
+
+
+def set_learning_rate(optimizers: dict[str, torch.optim.Optimizer], factor: float) -> None:
+    """Set every group's rate to its peak times `factor`."""
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
