@@ -1,5 +1,6 @@
 """The regenerate stage: prompts get the target's own answers, token for token as the engine wrote them."""
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -7,6 +8,8 @@ from eagle3.shards import TokenRow
 
 # The first token of an answer comes from the target's own prefill and is never drafted, so shorter answers train nothing.
 MIN_ANSWER_TOKENS = 2
+
+logger = logging.getLogger(__name__)
 
 
 class WrittenAnswer(Protocol):
@@ -41,4 +44,7 @@ def attach_answers(rows: Sequence[TokenRow], answers: Sequence[WrittenAnswer]) -
         if num_new >= MIN_ANSWER_TOKENS:
             mask = row.loss_mask + [True] * num_new
             answered.append(TokenRow(row.sample_id, row.source, row.token_ids + list(answer.token_ids), mask))
+    if len(answered) < len(rows):
+        dropped = len(rows) - len(answered)
+        logger.warning("%d of %d answers are shorter than %d tokens: dropped", dropped, len(rows), MIN_ANSWER_TOKENS)
     return answered

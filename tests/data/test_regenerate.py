@@ -24,9 +24,10 @@ def test_the_answer_and_nothing_else_is_supervised() -> None:
     ]
 
 
-def test_answers_shorter_than_two_tokens_are_left_out() -> None:
+def test_answers_shorter_than_two_tokens_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     rows = [prompt("a", [5]), prompt("b", [6]), prompt("c", [7])]
     assert [r.sample_id for r in attach_answers(rows, [answer(), answer(2), answer(8, 2)])] == ["c"]
+    assert "2 of 3 answers are shorter than 2 tokens" in caplog.text
 
 
 def test_the_prompts_stay_as_they_are() -> None:
