@@ -1,0 +1,150 @@
+"""The draft vocabulary: the target tokens that supervised text uses most, and the maps between the two numberings.
+
+    target id = draft id + d2t[draft id]      d2t [K] int64 offsets; draft ids in ascending target id order
+    t2d[target id] is True                    t2d [V] bool; exactly the K target ids that have a draft id
+
+Five target tokens, counts 4 0 7 1 0, K = 3, end of turn 4:  kept 0 2 4,  d2t 0 1 2,  t2d 1 0 1 0 1,  coverage 11 / 12.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eagle3.shards import TokenRow, digest_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """A draft vocabulary of K of V target tokens.
+
+    d2t: [K] int64 offsets. t2d: [V] bool. counts: [V] int64 supervised occurrences in the training data.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+    counts: Tensor
+
+    @property
+    def target_ids(self) -> Tensor:
+        """[K] int64: target id of each draft id, ascending."""
+        return torch.arange(len(self.d2t)) + self.d2t
+
+    @property
+    def coverage(self) -> float:
+        """Share of supervised tokens that have a draft id; the rest can never be drafted."""
+        return int(self.counts[self.t2d].sum()) / int(self.counts.sum())
+
+    @property
+    def digest(self) -> str:
+        """Content digest."""
+        return digest_of(self.d2t.numpy().tobytes(), self.t2d.numpy().tobytes(), self.counts.numpy().tobytes())
+
+
+def count_tokens(rows: Iterable[TokenRow], vocab_size: int) -> Tensor:
+    """Count the supervised tokens of rows; counts of several shards add up.
+
+    Args:
+        rows: conversations.
+        vocab_size: V of the target.
+
+    Returns:
+        [V] int64.
+
+    Raises:
+        ValueError: if a supervised token id is not the target's; names the row.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for row in rows:
+        ids = torch.tensor(row.token_ids, dtype=torch.int64)[torch.tensor(row.loss_mask, dtype=torch.bool)]
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            raise ValueError(
+                f"row {row.sample_id}: token ids {int(ids.min())} to {int(ids.max())} do not fit the target's vocabulary of "
+                f"{vocab_size}; prepare the shard with this target's tokenizer"
+            )
+        counts += torch.bincount(ids, minlength=vocab_size)
+    return counts
+
+
+def build_vocab(counts: Tensor, size: int, always: Sequence[int]) -> Vocab:
+    """Take the most frequent target tokens, equal counts by lower id, `always` before all others.
+
+    Args:
+        counts: [V] int64 supervised occurrences.
+        size: K. Where fewer distinct tokens occur, the lowest unused ids fill it up.
+        always: target ids that must be in it, such as every end of turn.
+
+    Raises:
+        ValueError: if K exceeds V or cannot hold `always`, an id of `always` is not the target's, or nothing was counted.
+    """
+    target_size = len(counts)
+    forced = sorted(set(always))
+    if size > target_size:
+        raise ValueError(f"draft vocab must not exceed the target's {target_size}, got {size}; lower vocab.size")
+    if size < max(1, len(forced)):
+        raise ValueError(f"draft vocab must hold the {len(forced)} end-of-turn tokens, got {size}; raise vocab.size")
+    if forced and not 0 <= forced[0] <= forced[-1] < target_size:
+        raise ValueError(
+            f"end-of-turn ids must lie below the target's {target_size}, got {forced}; check the target's config.json"
+        )
+    if not counts.any():
+        raise ValueError("the draft vocab needs supervised tokens, got none; check the loss masks of the shards")
+    ranking = counts.clone()
+    ranking[forced] = counts.max() + 1
+    num_known = int((ranking > 0).sum())
+    if num_known < size:
+        logger.warning(
+            "only %d distinct tokens are supervised, vocab.size is %d: filled up with the %d lowest unused ids",
+            num_known,
+            size,
+            size - num_known,
+        )
+    kept = torch.sort(ranking, descending=True, stable=True).indices[:size].sort().values
+    t2d = torch.zeros(target_size, dtype=torch.bool)
+    t2d[kept] = True
+    return Vocab(kept - torch.arange(size), t2d, counts)
+
+
+def save_vocab(path: str | Path, vocab: Vocab) -> str:
+    """Write d2t, t2d and counts as safetensors, whole or not at all; returns the content digest."""
+    part = Path(f"{path}.part")
+    save_file({"d2t": vocab.d2t, "t2d": vocab.t2d, "counts": vocab.counts}, part)
+    part.replace(path)
+    return vocab.digest
+
+
+def load_vocab(path: str | Path) -> Vocab:
+    """Read a draft vocabulary and check that its maps agree.
+
+    Raises:
+        ValueError: if the file is unreadable or d2t, t2d and counts contradict one another; names the file.
+    """
+    try:
+        tensors = load_file(path)
+        vocab = Vocab(tensors["d2t"], tensors["t2d"], tensors["counts"])
+    except (OSError, SafetensorError, KeyError) as e:
+        raise ValueError(f"{path} is not a readable draft vocab ({e}); run build_vocab again") from e
+    fault = _find_fault(vocab)
+    if fault:
+        raise ValueError(f"{path}: {fault}; run build_vocab again")
+    return vocab
+
+
+def _find_fault(vocab: Vocab) -> str:
+    found = [(t.dtype, t.dim()) for t in (vocab.d2t, vocab.t2d, vocab.counts)]
+    if found != [(torch.int64, 1), (torch.bool, 1), (torch.int64, 1)]:
+        return f"d2t must be int64 [K], t2d bool [V] and counts int64 [V], got {found}"
+    if len(vocab.counts) != len(vocab.t2d):
+        return f"t2d has {len(vocab.t2d)} target tokens but counts has {len(vocab.counts)}"
+    if vocab.target_ids.tolist() != torch.nonzero(vocab.t2d).flatten().tolist():
+        return f"d2t names other target tokens than the {int(vocab.t2d.sum())} marked in t2d"
+    if not vocab.counts.any() or (vocab.counts < 0).any():
+        return "counts must be natural numbers, not all of them zero"
+    return ""
