@@ -1,12 +1,14 @@
 """The two shard formats, written and read: token shards (Parquet) and hidden-state shards (safetensors chunks).
 
-**Token shard.** One Parquet file, one row a conversation: `sample_id` string (hash of its content), `source` string, `token_ids`
-list<int32>, `loss_mask` list<bool> (True where the target wrote the token). Prompts that wait for an answer have an all-False mask.
+**Token shard.** One Parquet file, one row a conversation: `sample_id` string (hash of its content), `source` string,
+`token_ids` list<int32>, `loss_mask` list<bool> (True where the target wrote the token). Prompts that wait for an answer have an
+all-False mask.
 
-**Hidden-state shard.** A directory of `chunk-00000.safetensors` … and `manifest.json`, written last: no manifest, no shard. A chunk
-lays its rows' tokens end to end:
+**Hidden-state shard.** A directory of `chunk-00000.safetensors` … and `manifest.json`, written last: no manifest, no shard. A
+chunk lays its rows' tokens end to end:
 
-    token_ids       [T] int32        loss_mask  [T] bool      row_offsets [R + 1] int64, row r is [row_offsets[r], row_offsets[r + 1])
+    token_ids       [T] int32        loss_mask  [T] bool
+    row_offsets     [R + 1] int64    row r is [row_offsets[r], row_offsets[r + 1])
     aux             [T, A, H]        residual stream after each of the A aux layers, storage dtype
     last            [M, H]           last hidden state, before the final norm, only where a loss needs it:
     last_positions  [M] int64        positions q with loss_mask[q] and loss_mask[q + 1] in one row, ascending
@@ -16,7 +18,6 @@ lays its rows' tokens end to end:
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +126,7 @@ def write_token_shard(path: str | Path, rows: list[TokenRow]) -> TokenShardSumma
     )
     part = f"{path}.part"
     pq.write_table(table, part, compression="zstd")
-    os.replace(part, path)
+    Path(part).replace(path)
     return summarise_rows(rows)
 
 
@@ -191,7 +192,9 @@ class HiddenStateWriter:
             ValueError: on a wrong length, a non-finite or an all-zero state; names the row.
         """
         if states.shape[0] != len(row.token_ids):
-            raise ValueError(f"row {row.sample_id}: {len(row.token_ids)} tokens but {states.shape[0]} states; the engine lost some")
+            raise ValueError(
+                f"row {row.sample_id}: {len(row.token_ids)} tokens but {states.shape[0]} states; the engine lost some"
+            )
         stored = states.to(self.dtype)
         if not torch.isfinite(stored).all() or not stored.float().abs().amax(-1).gt(0).all():
             raise ValueError(f"row {row.sample_id}: a hidden state is zero or not finite in {self.storage_dtype}")
@@ -221,7 +224,7 @@ class HiddenStateWriter:
         name = f"chunk-{len(self.chunks):05d}.safetensors"
         part = self.dir / f"{name}.part"
         save_file(tensors, part)
-        os.replace(part, self.dir / name)
+        part.replace(self.dir / name)
         self.chunks.append({"file": name, "sample_ids": [r.sample_id for r in rows], "bytes": (self.dir / name).stat().st_size})
         self.pending, self.pending_bytes = [], 0
 
@@ -244,7 +247,7 @@ class HiddenStateWriter:
         }
         part = self.dir / f"{MANIFEST_NAME}.part"
         part.write_text(json.dumps(manifest, indent=1))
-        os.replace(part, self.dir / MANIFEST_NAME)
+        part.replace(self.dir / MANIFEST_NAME)
         return manifest
 
 
@@ -263,7 +266,9 @@ def read_manifest(shard_dir: str | Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path} is not a manifest ({e}); run extract_hidden_states again") from e
     if version != FORMAT_VERSION:
-        raise ValueError(f"{path} has format version {version}, this reader reads {FORMAT_VERSION}; extract again or update eagle3")
+        raise ValueError(
+            f"{path} has format version {version}, this reader reads {FORMAT_VERSION}; extract again or update eagle3"
+        )
     for chunk in manifest["chunks"]:
         file = path.parent / Path(chunk["file"]).name
         size = file.stat().st_size if file.exists() else -1

@@ -1,9 +1,9 @@
 """KL divergence from the target's next-token distribution to the draft's, over the draft vocabulary, in chunks of slots.
 
 The target distribution of slot p at step i is softmax(head(norm(last[p + 1 + i]))) restricted to the draft vocabulary and
-renormalised; tokens outside it are misses in every accuracy, see `Unrolled.argmax`. The gradient of the head input (and of a trained
-head) is formed in the same pass, so no [slots, K] tensor outlives its chunk, and the target's softmax of a position is made once
-for all steps that use it.
+renormalised; tokens outside it are misses in every accuracy (ttt.find_hits). The gradient of the head input (and of a trained
+head) is formed in the same pass, so no [slots, K] tensor outlives its chunk, and the target's softmax of a position is made
+once for all steps that use it.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The unroll (training-time test): the draft run for I steps the way serving runs it, on supervised slots only.
 
-Step 0 gives every position a key and a value, and supervised slots a query. Step i feeds slot p the token t[p + 1 + i] and its own
-state of step i - 1, at RoPE position p + i, and adds one key and value that only slot p sees.
+Step 0 gives every position a key and a value, and supervised slots a query. Step i feeds slot p the token t[p + 1 + i] and its
+own state of step i - 1, at RoPE position p + i, and adds one key and value that only slot p sees.
 """
 
 import torch
@@ -61,5 +61,5 @@ def guess(draft: Eagle3Draft, states: Tensor, target_ids: Tensor) -> Tensor:
 
 
 def find_hits(guesses: Tensor, batch: PackedBatch) -> Tensor:
-    """[I, S] bool: the guess is the token that stands there, on valid pairs; a token outside the draft vocabulary is never hit."""
+    """[I, S] bool: the guess is the token that stands there, on valid pairs; one outside the draft vocabulary is never hit."""
     return (guesses == batch.labels()) & batch.valid

@@ -1,7 +1,7 @@
 """Acceptance and speed of an exported draft on held-out prompts, measured by the engine and predicted by the training unroll.
 
-The engine answers the prompts greedily without and with the draft. The answers without it, continued by a few tokens, are captured
-and unrolled; the walk over that unroll must give the engine's own rounds and accepted counts (exactly so in float32).
+The engine answers the prompts greedily without and with the draft. The answers without it, continued by a few tokens, are
+captured and unrolled; the walk over that unroll must give the engine's own rounds and accepted counts (exactly so in float32).
 """
 
 import json

@@ -33,7 +33,7 @@ def save_checkpoint(
     save_file(contiguous, part, metadata={"step": json.dumps(step), "plan_digest": plan_digest})
     with open(part, "rb") as f:
         os.fsync(f.fileno())
-    os.replace(part, path)
+    part.replace(path)
 
 
 def load_checkpoint(path: Path, draft: nn.Module, optimizers: dict[str, torch.optim.Optimizer], plan_digest: str) -> int:

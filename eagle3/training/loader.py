@@ -1,7 +1,7 @@
 """Which rows train together, in which order, and their reading: packs of whole rows, planned from lengths alone.
 
-The order is a pure function of (row lengths, seed, epoch): rows are shuffled, and within windows of the shuffled order the longest
-that fits goes next into the pack, so packs are nearly full and a resumed run sees exactly the packs that it would have seen.
+The order is a pure function of (row lengths, seed, epoch): rows are shuffled, and within windows of the shuffled order the
+longest that fits goes next into the pack, so packs are nearly full and a resumed run sees the packs that it would have seen.
 """
 
 import hashlib

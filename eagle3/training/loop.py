@@ -1,6 +1,7 @@
 """The training run: shards and vocabulary in, draft out; resumes from its own checkpoint.
 
-One pack is one optimizer step. The loss of a step is the sum over TTT steps of weight · KL, divided by the pack's supervised slots.
+One pack is one optimizer step. The loss of a step is the sum over TTT steps of weight · KL, divided by the
+pack's supervised slots.
 """
 
 import itertools
@@ -37,7 +38,11 @@ DRAFT_WEIGHTS, DRAFT_CONFIG, METRICS = "draft.safetensors", "draft.json", "metri
 
 @dataclass(frozen=True)
 class Plan:
-    """What the run will do: packs of row numbers, one per optimizer step; the steps after which an epoch is over; validation packs."""
+    """What the run will do.
+
+    packs: row numbers, one pack per optimizer step. epoch_ends: steps after which an epoch is over. validation: packs of rows
+    that are never trained on. digest: identity of data and settings.
+    """
 
     packs: list[list[int]]
     epoch_ends: list[int]
