@@ -1,0 +1,120 @@
+"""Acceptance counts, and the walk that predicts the engine's from one teacher-forced unroll, exactly.
+
+A chain of guesses is accepted up to its first miss, and up to there the draft's own guesses are the answer's tokens, so an
+unroll over the target's own greedy answer shows what serving would accept at every position. The walk takes the rounds that
+serving takes. Prompt token x, answer a b c E that ends at E, f g what the target would write after it, k = 3:
+
+    position         0       1        2        3        4       5   6
+    token            x       a        b        c        E       f   g
+    slot's labels    b c E   c E f    E f g    –        –       –   –
+    round here       no      always   maybe    maybe    never: the answer is over
+
+First token: a comes from the prompt's own pass and is no round. A round at t[m] reads slot m - 1, accepts its n leading hits
+(at most k) and emits n + 1 tokens; the next round is at t[m + n + 1] if that stands before the answer's last token, whatever
+ended the answer (end token or max_tokens). With hits b, then E f g:
+
+    round at a:  guesses b x x   n = 1   emits b c
+    round at c:  guesses E f g   n = 3   emits E: all three are counted, f and g although they are cut off
+    rounds 2, accepted 4, by position 2 1 1
+
+So the labels of the last possible round reach k - 1 tokens past the end: give the walk an answer continued by that many tokens.
+
+The engine side (vLLM 0.32, v1/core/sched/scheduler.py): `update_from_output` counts a round's accepted guesses, then
+`_update_request_with_output` cuts them at the end token or max_tokens; no round is shortened to what max_tokens leaves, and one
+that async scheduling began for a finished request is not counted. Two things are outside the walk: near max_model_len rounds
+get fewer guesses (none do while prompt + max_tokens + 2k <= max_model_len), and a prompt of which the prefix cache holds all
+but one token has one extra round with nothing accepted (measure on prompts that the engine has not seen).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle3.batch import PackedBatch
+
+
+@dataclass(frozen=True)
+class AcceptanceCounts:
+    """What speculative decoding did: rounds (target passes with guesses), and guesses accepted at each of the k positions."""
+
+    rounds: int
+    accepted_by_position: tuple[int, ...]
+
+    @classmethod
+    def empty(cls, k: int) -> "AcceptanceCounts":
+        """No round yet, k guesses a round."""
+        return cls(0, (0,) * k)
+
+    def __add__(self, other: "AcceptanceCounts") -> "AcceptanceCounts":
+        pairs = zip(self.accepted_by_position, other.accepted_by_position, strict=True)
+        return AcceptanceCounts(self.rounds + other.rounds, tuple(a + b for a, b in pairs))
+
+    @property
+    def accepted(self) -> int:
+        """Guesses accepted in all rounds."""
+        return sum(self.accepted_by_position)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens emitted per target pass, the target's own token counted; 1 where there was no round."""
+        return 1 + self.accepted / self.rounds if self.rounds else 1.0
+
+    @property
+    def by_position(self) -> list[float]:
+        """Share of rounds in which guess 1 … k was accepted; zeros where there was no round."""
+        return [count / max(1, self.rounds) for count in self.accepted_by_position]
+
+
+def walk(hits: Tensor, first: int, last: int, k: int) -> AcceptanceCounts:
+    """Walk one answer as the engine does.
+
+    Args:
+        hits: [I, L] bool; hits[i, p]: the step-i guess of slot p, as a target id, is the token at p + 2 + i. Slots first - 1 …
+            last - 2 are read.
+        first: position of the answer's first token, at least 1.
+        last: position of the answer's last token (its end token, or the one that reached max_tokens).
+        k: guesses per round, at most I.
+
+    Raises:
+        ValueError: if k exceeds I, or a slot that is read lies outside hits.
+    """
+    num_steps, length = hits.shape
+    if not 1 <= k <= num_steps:
+        raise ValueError(f"k must be 1 to the {num_steps} steps of the unroll, got {k}; unroll more steps")
+    if not 1 <= first <= last <= length + 1:
+        raise ValueError(
+            f"an answer at positions {first} to {last} needs a token before it and {last - 1} slots, got {length} slots"
+        )
+    leading = hits[:k].int().cumprod(0).sum(0).tolist()
+    rounds, accepted, at = 0, [0] * k, first
+    while at < last:
+        kept = leading[at - 1]
+        rounds += 1
+        for position in range(kept):
+            accepted[position] += 1
+        at += kept + 1
+    return AcceptanceCounts(rounds, tuple(accepted))
+
+
+def walk_batch(hits: Tensor, batch: PackedBatch) -> AcceptanceCounts:
+    """Walk every answer of a pack, k = I.
+
+    Nothing is known past an answer's end, so guesses there count as misses; each answer's last round may lose some that the
+    engine would count. Exact figures take `walk` and continued answers.
+
+    Args:
+        hits: [I, S] bool on the batch's slots, False where not valid.
+        batch: the pack. A run of adjacent slots p … q is one answer, from position p + 1 to position q + 2.
+    """
+    num_steps = len(hits)
+    dense = torch.zeros(num_steps, len(batch.token_ids), dtype=torch.bool)
+    slots = batch.slots.cpu()
+    dense[:, slots] = hits.cpu()
+    counts = AcceptanceCounts.empty(num_steps)
+    if not len(slots):
+        return counts
+    cuts = torch.nonzero(slots.diff() > 1).flatten() + 1
+    for run in slots.tensor_split(cuts.tolist()):
+        counts += walk(dense, int(run[0]) + 1, int(run[-1]) + 2, num_steps)
+    return counts
