@@ -4,7 +4,6 @@ A digest is the artefact's identity in every cache key; paths never are. No unio
 """
 
 from dataclasses import dataclass, field
-from typing import List
 
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
@@ -20,13 +19,31 @@ class TargetRef:
 
 
 @dataclass(frozen=True)
+class ResolvedInputs:
+    """What every cache key starts from: content digests of the two prompt files and the target's identity.
+
+    `regenerate` says whether the target answers the prompts itself; prepare needs to know no more of that stage's settings.
+    """
+
+    prompts_digest: str
+    heldout_digest: str
+    target: TargetRef
+    regenerate: bool
+
+
+@dataclass(frozen=True)
 class Target:
-    """A target fetched: a directory with config, tokenizer and safetensors, `digest` as in its TargetRef."""
+    """A target fetched: a directory with config, tokenizer and safetensors, `digest` as in its TargetRef.
+
+    num_layers and vocab_size let later stages refuse impossible settings without fetching it.
+    """
 
     name: str
     revision: str
     digest: str
     directory: FlyteDirectory
+    num_layers: int
+    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -45,7 +62,7 @@ class TokenShard:
 class PreparedData:
     """Training shards in source order, held-out prompts, and the data report (report.json: rows read, dropped by reason)."""
 
-    shards: List[TokenShard]
+    shards: list[TokenShard]
     heldout: TokenShard
     report: FlyteFile
     digest: str
@@ -55,7 +72,7 @@ class PreparedData:
 class TokenShards:
     """Shards after regeneration, in order; digest over theirs."""
 
-    shards: List[TokenShard]
+    shards: list[TokenShard]
     digest: str
 
 
@@ -79,14 +96,16 @@ class HiddenStateShard:
     tokens: int
     supervised_tokens: int
     size_bytes: int
+    layer_ids: list[int]
     digest: str
 
 
 @dataclass(frozen=True)
 class HiddenStateShards:
-    """All hidden-state shards, in order; digest over theirs."""
+    """All hidden-state shards, in order; layer_ids are theirs, digest over theirs."""
 
-    shards: List[HiddenStateShard]
+    shards: list[HiddenStateShard]
+    layer_ids: list[int]
     digest: str
 
 
@@ -115,4 +134,4 @@ class EvaluationReport:
     acceptance_length: float
     trainer_acceptance_length: float
     outputs_identical: bool
-    acceptance_by_position: List[float] = field(default_factory=list)
+    acceptance_by_position: list[float] = field(default_factory=list)

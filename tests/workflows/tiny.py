@@ -1,0 +1,72 @@
+"""A target of a hundred thousand random weights over bytes: it goes through every stage in seconds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+
+
+def write_target(path: Path) -> Path:
+    """Save a Llama of 4 layers, width 64, over bytes."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", additional_special_tokens=SPECIAL[1:])
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(path)
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(fast),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+        eos_token_id=fast.eos_token_id,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def write_prompts(path: Path, first: int, last: int) -> Path:
+    """Prompts number first … last - 1."""
+    path.write_text("".join(json.dumps({"id": f"p{i}", "prompt": f"Say {i}."}) + "\n" for i in range(first, last)))
+    return path
+
+
+def recipe(**blocks: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run of seconds; blocks given replace single fields."""
+    settings: dict[str, dict[str, Any]] = {
+        "engine": {
+            "engine": "transformers",
+            "dtype": "float32",
+            "max_model_len": 128,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 256,
+        },
+        "data": {"rows_per_shard": 4, "max_prompt_tokens": 64, "max_tokens": 128},
+        "regenerate": {"max_new_tokens": 12},
+        "vocab": {"size": 64},
+        "extract": {"storage_dtype": "float32"},
+        "train": {"pack_tokens": 128, "validation_rows": 2, "device": "cpu"},
+        "export": {},
+        "evaluate": {"max_new_tokens": 12},
+        "fanout": {"replicas": 2},
+    }
+    for name, fields in blocks.items():
+        settings.setdefault(name, {}).update(fields)
+    return settings

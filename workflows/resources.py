@@ -1,0 +1,32 @@
+"""What the stages' pods ask for, the one place to change for another cluster. Quantities are strings, as Kubernetes wants."""
+
+from typing import Any
+
+from flytekit import Resources
+from flytekit.extras.accelerators import H200
+
+# Reading inputs, gathering shards, the summary: seconds of one core.
+LIGHT: dict[str, Any] = {
+    "requests": Resources(cpu="1", mem="2Gi", ephemeral_storage="4Gi"),
+    "limits": Resources(cpu="2", mem="4Gi", ephemeral_storage="8Gi"),
+}
+
+# Tokenising, counting, fetching and exporting: some cores, room for the target's files.
+DATA: dict[str, Any] = {
+    "requests": Resources(cpu="4", mem="16Gi", ephemeral_storage="100Gi"),
+    "limits": Resources(cpu="8", mem="32Gi", ephemeral_storage="200Gi"),
+}
+
+# One engine replica or one trainer: a whole H200 each.
+ENGINE: dict[str, Any] = {
+    "requests": Resources(cpu="8", mem="96Gi", gpu="1", ephemeral_storage="200Gi"),
+    "limits": Resources(cpu="16", mem="128Gi", gpu="1", ephemeral_storage="400Gi"),
+    "accelerator": H200,
+    "shared_memory": "16Gi",
+}
+TRAINER: dict[str, Any] = {
+    "requests": Resources(cpu="16", mem="128Gi", gpu="1", ephemeral_storage="2000Gi"),
+    "limits": Resources(cpu="24", mem="192Gi", gpu="1", ephemeral_storage="3000Gi"),
+    "accelerator": H200,
+    "shared_memory": "16Gi",
+}

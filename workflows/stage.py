@@ -1,0 +1,36 @@
+"""The decorator under `@task` on every cached task: tells the journal, and marks the faults that a new pod may not have."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from flytekit.exceptions.user import FlyteRecoverableException
+
+from workflows import journal, store
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+logger = logging.getLogger("eagle3")
+
+
+def stage(function: Callable[P, R]) -> Callable[P, R]:
+    """Journal each execution of a task's function; in a pod, make engine and connection faults recoverable.
+
+    Settings and data errors (ValueError) pass unchanged: running them again would only fail again.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        with journal.timer() as seconds:
+            try:
+                result = function(*args, **kwargs)
+            except (ConnectionError, TimeoutError) as e:
+                if store.is_local():
+                    raise
+                raise FlyteRecoverableException(f"{function.__name__}: {e}") from e
+        journal.note(f"{function.__module__}.{function.__name__}", seconds(), cached=False)
+        return result
+
+    return wrapped

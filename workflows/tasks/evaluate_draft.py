@@ -1,0 +1,38 @@
+"""evaluate: acceptance length and speed on held-out prompts."""
+
+from flytekit import Cache, task
+from flytekit.types.file import FlyteFile
+
+import images
+from eagle3.config import EngineConfig, EvaluateConfig
+from workflows import store
+from workflows.interfaces import DraftExport, EvaluationReport, Target, TokenShard
+from workflows.resources import ENGINE
+from workflows.stage import stage
+
+
+@task(container_image=images.GPU, cache=Cache(version="1", ignored_inputs=("draft", "heldout", "target")), retries=3, **ENGINE)
+@stage
+def evaluate_draft(
+    draft: DraftExport,
+    draft_digest: str,
+    heldout: TokenShard,
+    heldout_digest: str,
+    target: Target,
+    target_digest: str,
+    engine: EngineConfig,
+    evaluate: EvaluateConfig,
+) -> EvaluationReport:
+    from eagle3.evaluation import benchmark
+
+    path = store.new_dir("evaluate_draft") / "evaluation.json"
+    target_dir, export_dir, heldout_path = target.directory.download(), draft.directory.download(), heldout.file.download()
+    figures = benchmark.evaluate(target_dir, export_dir, heldout_path, engine, evaluate, str(path))
+    return EvaluationReport(
+        file=FlyteFile(str(path)),
+        export=draft.directory,
+        acceptance_length=figures["acceptance_length"],
+        trainer_acceptance_length=figures["trainer_acceptance_length"],
+        outputs_identical=figures["outputs_identical"],
+        acceptance_by_position=figures["acceptance_by_position"],
+    )

@@ -1,0 +1,32 @@
+"""export: the directory that vLLM loads."""
+
+from flytekit import Cache, task
+from flytekit.types.directory import FlyteDirectory
+
+import images
+from eagle3.config import ExportConfig, TargetConfig
+from workflows import store
+from workflows.interfaces import DraftCheckpoint, DraftExport, DraftVocab, Target
+from workflows.resources import DATA
+from workflows.stage import stage
+
+
+@task(container_image=images.CPU, cache=Cache(version="1", ignored_inputs=("checkpoint", "vocab", "target")), **DATA)
+@stage
+def export_draft(
+    checkpoint: DraftCheckpoint,
+    checkpoint_digest: str,
+    vocab: DraftVocab,
+    vocab_digest: str,
+    target: Target,
+    target_digest: str,
+    target_config: TargetConfig,
+    export: ExportConfig,
+) -> DraftExport:
+    from eagle3.export import write_export
+
+    out = store.new_dir("export_draft")
+    public_name = target_config.public_name or target_config.name
+    draft_dir, target_dir = checkpoint.directory.download(), target.directory.download()
+    digest = write_export(draft_dir, vocab.file.download(), target_dir, public_name, export, str(out))
+    return DraftExport(FlyteDirectory(str(out)), digest)

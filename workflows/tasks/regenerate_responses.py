@@ -1,0 +1,90 @@
+"""regenerate: the target's own answers, one engine task a shard."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+from flytekit import Cache, dynamic, task
+from flytekit.types.file import FlyteFile
+
+import images
+from eagle3.config import EngineConfig, ExtractConfig, FanOutConfig, RegenerateConfig, VocabConfig
+from eagle3.target.properties import aux_layer_ids
+from workflows import store
+from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
+from workflows.resources import ENGINE, LIGHT
+from workflows.stage import stage
+
+
+@task(
+    container_image=images.GPU,
+    cache=Cache(version="1", ignored_inputs=("shard", "target")),
+    retries=3,
+    interruptible=True,
+    **ENGINE,
+)
+@stage
+def regenerate_shard(
+    shard: TokenShard, shard_digest: str, target: Target, target_digest: str, engine: EngineConfig, regenerate: RegenerateConfig
+) -> TokenShard:
+    from eagle3.data.regenerate import attach_answers
+    from eagle3.shards import read_token_shard, write_token_shard
+    from eagle3.target.engine import generate
+
+    rows = read_token_shard(shard.file.download())
+    generation = generate(
+        target.directory.download(),
+        [row.token_ids for row in rows],
+        engine,
+        temperature=regenerate.temperature,
+        top_p=regenerate.top_p,
+        max_new_tokens=regenerate.max_new_tokens,
+        seed=regenerate.seed,
+    )
+    path = store.new_dir("regenerate_responses") / f"shard-{shard.index:05d}.parquet"
+    written = write_token_shard(path, attach_answers(rows, generation.answers))
+    return TokenShard(shard.index, FlyteFile(str(path)), written.rows, written.tokens, written.supervised_tokens, written.digest)
+
+
+@task(container_image=images.CPU, **LIGHT)
+def gather_token_shards(shards: list[TokenShard]) -> TokenShards:
+    """Put the shards in order: two that hold the same rows come from the cache under one index."""
+    ordered = [replace(shard, index=i) for i, shard in enumerate(shards)]
+    return TokenShards(ordered, store.digest_of_digests(shard.digest for shard in ordered))
+
+
+@dynamic(container_image=images.CPU, **LIGHT)
+def regenerate_responses(
+    data: PreparedData,
+    target: Target,
+    engine: EngineConfig,
+    regenerate: RegenerateConfig,
+    vocab: VocabConfig,
+    extract: ExtractConfig,
+    fanout: FanOutConfig,
+) -> TokenShards:
+    """Let the target answer every shard, `fanout.replicas` at a time; without regeneration the shards pass as they are.
+
+    Raises:
+        ValueError: on settings of later stages that this target cannot meet, before the first engine starts.
+    """
+    aux_layer_ids(extract.layer_ids, target.num_layers)
+    if vocab.size > target.vocab_size:
+        raise ValueError(
+            f"draft vocab must not exceed the target's {target.vocab_size}, got {vocab.size}; lower vocab.size in the recipe"
+        )
+    if not regenerate.enabled:
+        return cast(TokenShards, gather_token_shards(shards=data.shards))
+    answered: list[Any] = []
+    for i, shard in enumerate(data.shards):
+        node = regenerate_shard(
+            shard=shard,
+            shard_digest=shard.digest,
+            target=target,
+            target_digest=target.digest,
+            engine=engine,
+            regenerate=regenerate,
+        )
+        if i >= fanout.replicas:
+            answered[i - fanout.replicas] >> node
+        answered.append(node)
+    return cast(TokenShards, gather_token_shards(shards=answered))

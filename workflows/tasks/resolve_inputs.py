@@ -1,0 +1,24 @@
+"""First of all, in seconds: what do the given files and the target name stand for, by content?"""
+
+from flytekit import task
+from flytekit.types.file import FlyteFile
+
+import images
+from eagle3.config import RegenerateConfig, TargetConfig
+from workflows import journal, store
+from workflows.interfaces import ResolvedInputs, TargetRef
+from workflows.resources import LIGHT
+
+
+@task(container_image=images.CPU, **LIGHT)
+def resolve_inputs(prompts: FlyteFile, heldout: FlyteFile, target: TargetConfig, regenerate: RegenerateConfig) -> ResolvedInputs:
+    """Never cached: a branch may have moved, a file may have grown, since the last run."""
+    from eagle3.target.resolve import identify_target
+
+    journal.start()
+    return ResolvedInputs(
+        prompts_digest=store.file_digest(prompts.download()),
+        heldout_digest=store.file_digest(heldout.download()),
+        target=TargetRef(*identify_target(target)),
+        regenerate=regenerate.enabled,
+    )

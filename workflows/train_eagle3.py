@@ -1,0 +1,113 @@
+"""The whole chain as one workflow: prompts and a target in, a draft that vLLM loads and its measurement out.
+
+    resolve_inputs -> fetch_target -> prepare_data -> regenerate_responses -> build_vocab           -> train_draft
+                                                                          \\> extract_hidden_states /
+    train_draft -> export_draft -> evaluate_draft -> summarize_run
+
+Every stage is cached by the content of what it reads (`*_digest`) and its own settings; paths and replicas are in no key.
+"""
+
+from flytekit import workflow
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from eagle3.config import (
+    DataConfig,
+    EngineConfig,
+    EvaluateConfig,
+    ExportConfig,
+    ExtractConfig,
+    FanOutConfig,
+    RegenerateConfig,
+    TargetConfig,
+    TrainConfig,
+    VocabConfig,
+)
+from workflows.tasks.build_vocab import build_vocab
+from workflows.tasks.evaluate_draft import evaluate_draft
+from workflows.tasks.export_draft import export_draft
+from workflows.tasks.extract_hidden_states import extract_hidden_states
+from workflows.tasks.fetch_target import fetch_target
+from workflows.tasks.prepare_data import prepare_data
+from workflows.tasks.regenerate_responses import regenerate_responses
+from workflows.tasks.resolve_inputs import resolve_inputs
+from workflows.tasks.summarize_run import sample_rows, summarize_run
+from workflows.tasks.train_draft import train_draft
+
+
+@workflow
+def train_eagle3(
+    prompts: FlyteFile,
+    heldout: FlyteFile,
+    target: TargetConfig,
+    engine: EngineConfig = EngineConfig(),
+    data: DataConfig = DataConfig(),
+    regenerate: RegenerateConfig = RegenerateConfig(),
+    vocab: VocabConfig = VocabConfig(),
+    extract: ExtractConfig = ExtractConfig(),
+    train: TrainConfig = TrainConfig(),
+    export: ExportConfig = ExportConfig(),
+    evaluate: EvaluateConfig = EvaluateConfig(),
+    fanout: FanOutConfig = FanOutConfig(),
+    run_name: str = "train_eagle3",
+) -> FlyteDirectory:
+    """Train, export and measure an EAGLE-3 draft for a target on the target's own answers."""
+    found = resolve_inputs(prompts=prompts, heldout=heldout, target=target, regenerate=regenerate)
+    model = fetch_target(target=target, ref=found.target, target_digest=found.target.digest)
+    prepared = prepare_data(
+        prompts=prompts,
+        prompts_digest=found.prompts_digest,
+        heldout=heldout,
+        heldout_digest=found.heldout_digest,
+        target=model,
+        target_digest=found.target.digest,
+        data=data,
+        regenerate=found.regenerate,
+    )
+    rows = regenerate_responses(
+        data=prepared, target=model, engine=engine, regenerate=regenerate, vocab=vocab, extract=extract, fanout=fanout
+    )
+    draft_vocab = build_vocab(
+        shards=rows, shards_digest=rows.digest, target=model, target_digest=found.target.digest, vocab=vocab
+    )
+    states = extract_hidden_states(shards=rows, target=model, engine=engine, extract=extract, fanout=fanout)
+    checkpoint = train_draft(
+        states=states,
+        states_digest=states.digest,
+        vocab=draft_vocab,
+        vocab_digest=draft_vocab.digest,
+        target=model,
+        target_digest=found.target.digest,
+        train=train,
+    )
+    draft = export_draft(
+        checkpoint=checkpoint,
+        checkpoint_digest=checkpoint.digest,
+        vocab=draft_vocab,
+        vocab_digest=draft_vocab.digest,
+        target=model,
+        target_digest=found.target.digest,
+        target_config=target,
+        export=export,
+    )
+    report = evaluate_draft(
+        draft=draft,
+        draft_digest=draft.digest,
+        heldout=prepared.heldout,
+        heldout_digest=prepared.heldout.digest,
+        target=model,
+        target_digest=found.target.digest,
+        engine=engine,
+        evaluate=evaluate,
+    )
+    samples = sample_rows(shards=rows, shards_digest=rows.digest, target=model, target_digest=found.target.digest)
+    return summarize_run(
+        run_name=run_name,
+        target=model,
+        data=prepared,
+        samples=samples,
+        checkpoint=checkpoint,
+        report=report,
+        engine=engine,
+        evaluate=evaluate,
+    )
