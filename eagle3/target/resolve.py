@@ -1,0 +1,153 @@
+"""Which model a name means: a hub id, a local directory or a GGUF file, identified in seconds and fetched into one directory."""
+
+import os
+import shutil
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any, Literal
+
+from eagle3.config import TargetConfig
+from eagle3.shards import digest_of
+
+# What an engine and a tokenizer read; weights in other formats and the authors' own copies in subdirectories stay behind.
+FILE_PATTERNS = (
+    "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.json", "*.jinja", "*.model", "*.py",
+)  # fmt: skip
+IGNORED_PATTERNS = ("*/*", "consolidated*")
+
+
+def target_kind(name: str) -> Literal["hub", "directory", "gguf"]:
+    """Say what `name` is, and refuse a path that is not there or holds no model.
+
+    Raises:
+        ValueError: names the path and the remedy.
+    """
+    path = Path(name).expanduser()
+    if name.endswith(".gguf"):
+        if not path.is_file():
+            raise ValueError(f"target {name}: no such GGUF file; correct target.name")
+        return "gguf"
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"target {name} has no config.json; give the directory that save_pretrained wrote")
+        if not any(path.glob("*.safetensors")):
+            raise ValueError(f"target {name} has no *.safetensors weights; save it with save_pretrained, or name a .gguf file")
+        return "directory"
+    if path.exists():
+        raise ValueError(f"target {name} is a file, but neither a directory nor a .gguf file; correct target.name")
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ValueError(f"target {name}: no such directory; correct target.name, or give a hub id like org/model")
+    return "hub"
+
+
+def identify_target(cfg: TargetConfig) -> tuple[str, str, str]:
+    """Find a target's identity without fetching it.
+
+    Returns:
+        name: hub id, or `public_name`, or the file or directory name, never a path.
+        revision: hub commit, or the content digest of local files.
+        digest: changes whenever the model's content does.
+
+    Raises:
+        ValueError: if the target is not there; names it and the remedy.
+    """
+    kind = target_kind(cfg.name)
+    if kind == "hub":
+        commit = _hub_commit(cfg)
+        return cfg.name, commit, digest_of(cfg.name, commit)
+    path = Path(cfg.name).expanduser().resolve()
+    files = [path] if kind == "gguf" else _model_files(path)
+    digest = digest_of(*(part for f in files for part in (f.name, _file_digest(f))))
+    return cfg.public_name or path.name.removesuffix(".gguf"), digest, digest
+
+
+def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:
+    """Put config, tokenizer and safetensors weights into `out_dir`. For a hub id, pin `cfg.revision` to the commit found before.
+
+    Raises:
+        ValueError: if the target is not there or has no safetensors weights; names it and the remedy.
+    """
+    out, kind = Path(out_dir), target_kind(cfg.name)
+    out.mkdir(parents=True, exist_ok=True)
+    if kind == "hub":
+        _download(cfg, out)
+    elif kind == "gguf":
+        _convert_gguf(Path(cfg.name).expanduser().resolve(), out)
+    else:
+        for file in _model_files(Path(cfg.name).expanduser().resolve()):
+            _link_or_copy(file, out / file.name)
+    if not any(out.glob("*.safetensors")):
+        raise ValueError(f"target {cfg.name} has no *.safetensors weights; save it with save_pretrained and give that directory")
+
+
+def _model_files(directory: Path) -> list[Path]:
+    found = {f for pattern in FILE_PATTERNS for f in directory.glob(pattern) if f.is_file() and not f.match("consolidated*")}
+    return sorted(found)
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as f:
+        return file_digest(f, "sha256").hexdigest()
+
+
+def _link_or_copy(source: Path, goal: Path) -> None:
+    goal.unlink(missing_ok=True)
+    try:
+        os.link(source, goal)
+    except OSError:
+        shutil.copyfile(source, goal)
+
+
+def _hub_error(cfg: TargetConfig, error: Exception) -> ValueError:
+    return ValueError(
+        f"target {cfg.name} (revision {cfg.revision or 'default'}) cannot be had from the hub: {type(error).__name__}: {error}; "
+        "check the id, the network and HF_TOKEN, or give a local directory or .gguf file"
+    )
+
+
+def _hub_commit(cfg: TargetConfig) -> str:
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    try:
+        return str(HfApi().model_info(cfg.name, revision=cfg.revision or None, timeout=20).sha)
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as e:
+        raise _hub_error(cfg, e) from e
+
+
+def _download(cfg: TargetConfig, out: Path) -> None:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        snapshot_download(
+            cfg.name,
+            revision=cfg.revision or None,
+            local_dir=out,
+            allow_patterns=list(FILE_PATTERNS),
+            ignore_patterns=list(IGNORED_PATTERNS),
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as e:
+        raise _hub_error(cfg, e) from e
+    shutil.rmtree(out / ".cache", ignore_errors=True)
+
+
+def _convert_gguf(path: Path, out: Path) -> None:
+    """Dequantise to bfloat16 safetensors and rebuild the tokenizer from the file's own metadata."""
+    try:
+        import accelerate  # noqa: F401
+        import gguf  # noqa: F401
+    except ImportError as e:
+        raise ValueError(f"target {path} needs the packages gguf and accelerate; pip install 'eagle3-flyte[gguf]'") from e
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    loaded: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **loaded
+    )
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(path.parent, **loaded).save_pretrained(out)

