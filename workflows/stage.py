@@ -1,7 +1,6 @@
 """The decorator under `@task` on every cached task: tells the journal, and marks the faults that a new pod may not have."""
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -12,7 +11,8 @@ from workflows import journal, store
 P = ParamSpec("P")
 R = TypeVar("R")
 
-logger = logging.getLogger("eagle3")
+# The engine's parent raises RuntimeError when its process dies; so do CUDA and NCCL. Only tasks with `retries` try again.
+TRANSIENT = (ConnectionError, TimeoutError, RuntimeError)
 
 
 def stage(function: Callable[P, R]) -> Callable[P, R]:
@@ -26,7 +26,7 @@ def stage(function: Callable[P, R]) -> Callable[P, R]:
         with journal.timer() as seconds:
             try:
                 result = function(*args, **kwargs)
-            except (ConnectionError, TimeoutError) as e:
+            except TRANSIENT as e:
                 if store.is_local():
                     raise
                 raise FlyteRecoverableException(f"{function.__name__}: {e}") from e

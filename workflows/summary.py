@@ -75,8 +75,8 @@ def render_text(summary: dict[str, Any]) -> str:
         f"figures   {summary['summary_json']}",
         "",
         "Serve it:",
-        f"  {summary['serve']['shell']}",
-        f"  {summary['serve']['python']}",
+        f"  {summary['serve']['HTTP server']}",
+        f"  {summary['serve']['Python']}",
         "",
     ]
     return "\n".join(lines)

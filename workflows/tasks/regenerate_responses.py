@@ -1,5 +1,6 @@
 """regenerate: the target's own answers, one engine task a shard."""
 
+import logging
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,6 +14,8 @@ from workflows import store
 from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
 from workflows.resources import ENGINE, LIGHT
 from workflows.stage import stage
+
+logger = logging.getLogger("eagle3")
 
 
 @task(
@@ -40,8 +43,10 @@ def regenerate_shard(
         max_new_tokens=regenerate.max_new_tokens,
         seed=regenerate.seed,
     )
+    answered = attach_answers(rows, generation.answers)
+    logger.info("shard %d: %d of %d prompts answered, the other answers are too short", shard.index, len(answered), len(rows))
     path = store.new_dir("regenerate_responses") / f"shard-{shard.index:05d}.parquet"
-    written = write_token_shard(path, attach_answers(rows, generation.answers))
+    written = write_token_shard(path, answered)
     return TokenShard(shard.index, FlyteFile(str(path)), written.rows, written.tokens, written.supervised_tokens, written.digest)
 
 

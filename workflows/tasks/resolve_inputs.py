@@ -13,9 +13,11 @@ from workflows.resources import LIGHT
 @task(container_image=images.CPU, **LIGHT)
 def resolve_inputs(prompts: FlyteFile, heldout: FlyteFile, target: TargetConfig, regenerate: RegenerateConfig) -> ResolvedInputs:
     """Never cached: a branch may have moved, a file may have grown, since the last run."""
+    from eagle3.export import check_public_name
     from eagle3.target.resolve import identify_target
 
     journal.start()
+    check_public_name(target.public_name or target.name)
     return ResolvedInputs(
         prompts_digest=store.file_digest(prompts.download()),
         heldout_digest=store.file_digest(heldout.download()),

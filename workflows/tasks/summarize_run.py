@@ -62,7 +62,7 @@ def summarize_run(
         "metrics": f"{draft_dir}/metrics.jsonl",
         "stages": summary.stage_figures(journal.entries()) if local else [],
         "prompts": {"train": sum(s.rows for s in data.shards), "heldout": data.heldout.rows},
-        "serve": {"shell": shell, "python": python},
+        "serve": {"HTTP server": shell, "Python": python},
     }
     metrics = (Path(checkpoint.directory.download()) / "metrics.jsonl").read_text().splitlines()
     html = render_html(figures, [json.loads(line) for line in metrics], json.loads(Path(samples.download()).read_text()))

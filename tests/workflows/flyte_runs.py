@@ -1,9 +1,14 @@
-"""A target of a hundred thousand random weights over bytes: it goes through every stage in seconds."""
+"""A target of a hundred thousand random weights over bytes, and runs of the whole chain that take seconds."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import yaml
+from click.testing import CliRunner, Result
+from flytekit.clis.sdk_in_container.pyflyte import main
+
+ROOT = Path(__file__).resolve().parents[2]
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -48,9 +53,13 @@ def write_prompts(path: Path, first: int, last: int) -> Path:
     return path
 
 
-def recipe(**blocks: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run of seconds; blocks given replace single fields."""
-    settings: dict[str, dict[str, Any]] = {
+def write_recipe(path: Path, target: Path, prompts: Path, /, **blocks: dict[str, Any]) -> Path:
+    """A recipe for pyflyte; blocks given replace single fields or add blocks."""
+    settings: dict[str, Any] = {
+        "run_name": "tiny",
+        "prompts": str(prompts),
+        "heldout": str(write_prompts(path.with_suffix(".heldout.jsonl"), 100, 102)),
+        "target": {"name": str(target), "public_name": "tiny/bytes"},
         "engine": {
             "engine": "transformers",
             "dtype": "float32",
@@ -64,9 +73,16 @@ def recipe(**blocks: dict[str, Any]) -> dict[str, Any]:
         "extract": {"storage_dtype": "float32"},
         "train": {"pack_tokens": 128, "validation_rows": 2, "device": "cpu"},
         "export": {},
-        "evaluate": {"max_new_tokens": 12},
+        "evaluate": {"max_new_tokens": 4},
         "fanout": {"replicas": 2},
     }
     for name, fields in blocks.items():
-        settings.setdefault(name, {}).update(fields)
-    return settings
+        settings[name] = settings.get(name, {}) | fields
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def pyflyte_run(recipe: Path) -> Result:
+    """`pyflyte run` the chain on a recipe, in this process."""
+    arguments = ["run", str(ROOT / "workflows/train_eagle3.py"), "train_eagle3", "--inputs-file", str(recipe)]
+    return CliRunner().invoke(main, arguments)

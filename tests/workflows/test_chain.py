@@ -1,0 +1,124 @@
+"""The whole chain, locally: what runs again after which change. Real stages on a tiny target, engine: transformers."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flyte_runs import pyflyte_run, write_prompts, write_recipe
+
+from workflows.summary import STAGES
+
+
+class Chain:
+    """Runs the chain in one workplace again and again."""
+
+    def __init__(self, workplace: Path, target: Path) -> None:
+        self.workplace, self.target = workplace, target
+
+    def run(self, num_prompts: int = 10, **blocks: Any) -> dict[str, Any]:
+        prompts = write_prompts(self.workplace / "prompts.jsonl", 0, num_prompts)
+        result = pyflyte_run(write_recipe(self.workplace / "recipe.yaml", self.target, prompts, **blocks))
+        assert result.exit_code == 0, (result.output, result.exception)
+        self.output = result.output
+        summary: dict[str, Any] = json.loads((self.workplace / "runs/tiny/summary.json").read_text())
+        return summary
+
+
+def counts(summary: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    return {s["name"]: (s["runs"], s["cached"]) for s in summary["stages"]}
+
+
+@pytest.fixture(scope="module")
+def chain(workplace: Path, tiny_target: Path) -> Chain:
+    return Chain(workplace, tiny_target)
+
+
+@pytest.fixture(scope="module")
+def first(chain: Chain) -> dict[str, Any]:
+    """The first run; it closes the engine, so that later runs show whether they start one."""
+    from eagle3.target.engine import close_engines
+
+    summary = chain.run()
+    close_engines()
+    return summary
+
+
+@pytest.fixture
+def light_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluation starts the engine three times; where only the journal is asked for, one measurement is enough."""
+    from eagle3.evaluation import benchmark
+
+    def evaluate(target_dir: str, export_dir: str, heldout_path: str, engine: Any, cfg: Any, out_path: str) -> dict[str, Any]:
+        figures: dict[str, Any] = dict.fromkeys(("acceptance_length", "trainer_acceptance_length"), 1.5)
+        figures |= {"acceptance_by_position": [0.5, 0.0, 0.0], "outputs_identical": True}
+        figures |= {"tokens_per_s": {"with_draft": 2.0, "without_draft": 1.0}}
+        Path(out_path).write_text(json.dumps(figures))
+        return figures
+
+    monkeypatch.setattr(benchmark, "evaluate", evaluate)
+
+
+@pytest.mark.slow
+def test_a_first_run_makes_everything(chain: Chain, first: dict[str, Any]) -> None:
+    assert counts(first) == dict.fromkeys(STAGES, (1, 0)) | {"regenerate_responses": (3, 0), "extract_hidden_states": (3, 0)}
+    assert first["prompts"] == {"train": 10, "heldout": 2}
+    assert first["outputs_identical"]
+    assert set(first["tokens_per_s"]) == {"with_draft", "without_draft"}
+    assert first["acceptance_length"] == pytest.approx(first["trainer_acceptance_length"])
+    assert Path(first["export_dir"], "model.safetensors").exists()
+    assert Path(first["target_dir"], "config.json").exists()
+    assert Path(first["metrics"]).exists()
+    assert "<svg" in Path(first["report_html"]).read_text()
+
+
+@pytest.mark.slow
+def test_a_rerun_takes_everything_from_the_cache(chain: Chain, first: dict[str, Any]) -> None:
+    again = chain.run()
+    assert counts(again) == {name: (0, runs) for name, (runs, _) in counts(first).items()}
+    assert sum(s["seconds"] for s in again["stages"]) < 1
+    assert {k: v for k, v in again.items() if k != "stages"} == {k: v for k, v in first.items() if k != "stages"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("light_evaluation")
+def test_another_learning_rate_trains_exports_and_evaluates(chain: Chain, first: dict[str, Any]) -> None:
+    ran = {name for name, (runs, _) in counts(chain.run(train={"learning_rate": 2e-3})).items() if runs}
+    assert ran == {"train_draft", "export_draft", "evaluate_draft"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("light_evaluation")
+def test_another_vocabulary_answers_and_extracts_nothing(chain: Chain, first: dict[str, Any]) -> None:
+    ran = {name for name, (runs, _) in counts(chain.run(vocab={"size": 80})).items() if runs}
+    assert ran == {"build_vocab", "train_draft", "export_draft", "evaluate_draft"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("light_evaluation")
+def test_appended_prompts_touch_only_new_shards(chain: Chain, first: dict[str, Any]) -> None:
+    appended = counts(chain.run(num_prompts=15))
+    assert appended["regenerate_responses"] == appended["extract_hidden_states"] == (2, 2)  # the last shard had two free places
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("light_evaluation")
+def test_a_deleted_export_is_exported_and_evaluated_again(chain: Chain, first: dict[str, Any]) -> None:
+    shutil.rmtree(first["export_dir"])
+    again = chain.run()
+    assert {name for name, (runs, _) in counts(again).items() if runs} == {"export_draft", "evaluate_draft"}
+    assert Path(again["export_dir"], "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("light_evaluation")
+def test_the_number_of_replicas_is_in_no_key(chain: Chain, first: dict[str, Any]) -> None:
+    assert not any(runs for runs, _ in counts(chain.run(fanout={"replicas": 1})).values())
+
+
+@pytest.mark.slow
+def test_the_terminal_shows_table_figures_and_the_lines_that_serve(chain: Chain, first: dict[str, Any]) -> None:
+    summary = chain.run()
+    for text in ("made or cached", "cached 3", "acceptance length", "tokens/s", summary["export_dir"], "--speculative-config"):
+        assert text in chain.output

@@ -1,0 +1,57 @@
+"""The local store and the cache guard."""
+
+from pathlib import Path
+
+import pytest
+from flytekit import Cache, task
+from flytekit.types.directory import FlyteDirectory
+
+from workflows import journal, store
+from workflows.interfaces import DraftExport
+from workflows.stage import stage
+
+
+@task(cache=Cache(version="1"))
+@stage
+def write_export(text: str) -> DraftExport:
+    out = store.new_dir("export")
+    (out / "file").write_text(text)
+    return DraftExport(FlyteDirectory(str(out)), text)
+
+
+def run(text: str) -> tuple[Path, bool]:
+    """Where the output lies, and whether it came from the cache."""
+    journal.start()
+    made = write_export(text=text)
+    return Path(made.directory.path), journal.entries()[-1].cached
+
+
+def test_outputs_lie_in_the_store_and_come_back(workplace: Path) -> None:
+    path, cached = run("a")
+    assert path.parent == workplace / "store"
+    assert not cached
+    assert run("a") == (path, True)
+
+
+@pytest.mark.parametrize("loss", ["directory", "content"])
+def test_an_entry_whose_files_are_gone_is_a_miss(workplace: Path, loss: str) -> None:
+    path, _ = run(loss)
+    (path / "file").unlink()
+    if loss == "directory":
+        path.rmdir()
+    again, cached = run(loss)
+    assert not cached
+    assert (again / "file").read_text() == loss
+    assert run(loss) == (again, True)
+
+
+def test_every_output_has_a_directory_of_its_own(workplace: Path) -> None:
+    assert len({store.new_dir("x") for _ in range(3)}) == 3
+
+
+def test_the_digest_of_files_is_their_content_in_order(tmp_path: Path) -> None:
+    a, b, c = (tmp_path / name for name in "abc")
+    a.write_text("1")
+    b.write_text("2")
+    c.write_text("1")
+    assert store.file_digest(a, b) == store.file_digest(c, b) != store.file_digest(b, a)
