@@ -1,0 +1,80 @@
+"""A random draft, exported and served by the real engine, against the reference: same tokens, rounds and accepted counts."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from eagle3.config import EngineConfig, ExportConfig
+from eagle3.draft.decode import ReferenceDraft, speculative_generate
+from eagle3.export import write_export
+from eagle3.target.engine import close_engines, generate
+from eagle3.vocab import Vocab, save_vocab
+from tests.draft.factories import LLAMA3_ROPE, draft_config, draft_mapping, draft_tensors, layer_config, tiny_target
+
+pytestmark = pytest.mark.engine
+
+VOCAB, K, END = 7, 3, 2
+ENGINE = EngineConfig(dtype="float32", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=256, enforce_eager=True)
+
+# target model type, draft vocabulary, changes of the draft's layer, changes of draft.json
+VARIANTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", 5, {}, {}),
+    "llama, norm after residual, scaled rope": ("llama", 5, {"rope_parameters": LLAMA3_ROPE}, {"norm_before_residual": False}),
+    "qwen3, every norm, four aux layers": (
+        "qwen3",
+        5,
+        {},
+        {"norm_before_fc": True, "fc_norm": True, "norm_output": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2, 3]},
+    ),
+    "qwen3, norm after residual, whole vocabulary": ("qwen3", VOCAB, {}, {"norm_before_residual": False}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engines() -> Iterator[None]:
+    yield
+    close_engines()
+
+
+@pytest.mark.parametrize(("model_type", "draft_vocab_size", "layer", "changes"), VARIANTS.values(), ids=VARIANTS.keys())
+def test_the_engine_proposes_and_counts_what_the_reference_does(
+    tmp_path: Path, model_type: str, draft_vocab_size: int, layer: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    target = tiny_target(model_type, VOCAB, num_attention_heads=2, num_key_value_heads=1, head_dim=32, eos_token_id=END).float()
+    target.save_pretrained(tmp_path / "target")
+    sizes = {"vocab_size": VOCAB, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    config = draft_config(layer_config(model_type, **sizes, **layer), draft_vocab_size=draft_vocab_size, **changes)
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "draft.json").write_text(json.dumps(config))
+    save_file({name: t.float() for name, t in draft_tensors(config).items()}, tmp_path / "draft" / "draft.safetensors")
+    mapping = draft_mapping(VOCAB, draft_vocab_size)
+    save_vocab(tmp_path / "vocab", Vocab(mapping["d2t"], mapping["t2d"], mapping["t2d"].long()))
+    cfg = ExportConfig(num_speculative_tokens=K, dtype="float32")
+    write_export(tmp_path / "draft", tmp_path / "vocab", tmp_path / "target", "example-org/tiny", cfg, tmp_path / "export")
+
+    prompts = [torch.randint(VOCAB, (3 + i % 6,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(16)]
+    served = generate(
+        tmp_path / "target",
+        prompts,
+        ENGINE,
+        temperature=0.0,
+        top_p=1.0,
+        max_new_tokens=20,
+        seed=0,
+        draft_dir=tmp_path / "export",
+        num_speculative_tokens=K,
+    )
+    draft = ReferenceDraft.load(tmp_path / "export", target.get_input_embeddings().weight.detach(), torch.float32)
+    rounds, accepted = 0, [0] * K
+    for prompt, answer in zip(prompts, served.answers, strict=True):
+        tokens, n, by_position = speculative_generate(target, draft, prompt, 20, K, {END})
+        assert answer.token_ids == tokens
+        rounds, accepted = rounds + n, [a + b for a, b in zip(accepted, by_position, strict=True)]
+    assert {a.finish_reason for a in served.answers} == {"stop", "length"}
+    assert (served.num_drafts, served.accepted_per_position) == (rounds, accepted)
+    assert 0 < sum(accepted) < rounds * K
