@@ -25,7 +25,7 @@ def export_draft(
 ) -> DraftExport:
     from eagle3.export import write_export
 
-    out = store.new_dir("export_draft")
+    out = store.new_dir("export_draft") / "eagle3"  # vLLM guesses the method from the path where none is named
     public_name = target_config.public_name or target_config.name
     draft_dir, target_dir = checkpoint.directory.download(), target.directory.download()
     digest = write_export(draft_dir, vocab.file.download(), target_dir, public_name, export, str(out))
