@@ -111,7 +111,7 @@ class _Drain(threading.Thread):
             self.failure = e
 
 
-def capture_with_vllm(engine: Any, rows: list[TokenRow], add: Add, bytes_per_token: int, max_num_seqs: int) -> None:
+def capture_with_vllm(engine: Any, rows: list[TokenRow], add: Add, bytes_per_token: int, max_num_seqs: int) -> int:
     """Run every row through the engine and pass its states to `add`, from one other thread, in any order.
 
     Args:
@@ -120,6 +120,9 @@ def capture_with_vllm(engine: Any, rows: list[TokenRow], add: Add, bytes_per_tok
         add: gets a row's index, its states [T, A + 1, H] and the engine's next token.
         bytes_per_token: of the states, to bound what is in flight.
         max_num_seqs: the engine's; twice as many rows are kept in its queue.
+
+    Returns:
+        How many tokens were not computed, but found in the prefix cache.
     """
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
@@ -129,7 +132,7 @@ def capture_with_vllm(engine: Any, rows: list[TokenRow], add: Add, bytes_per_tok
     params.output_kind = RequestOutputKind.FINAL_ONLY
     drain = _Drain(rows, add)
     drain.start()
-    num_submitted = submitted_tokens = 0
+    num_submitted = submitted_tokens = cached_tokens = 0
     with tqdm(total=sum(len(r.token_ids) for r in rows), desc="extract", unit="tok", mininterval=1, delay=2) as bar:
         while drain.is_alive():
             room = IN_FLIGHT_BYTES // bytes_per_token - (submitted_tokens - drain.num_tokens)
@@ -144,9 +147,11 @@ def capture_with_vllm(engine: Any, rows: list[TokenRow], add: Add, bytes_per_tok
             busy = engine.has_unfinished_requests()
             for output in engine.step():
                 drain.next_token[int(output.request_id)] = output.outputs[0].token_ids[0]
+                cached_tokens += output.num_cached_tokens or 0
             if not busy:
                 time.sleep(0.001)
             bar.update(drain.num_tokens - bar.n)
         bar.update(drain.num_tokens - bar.n)
     if drain.failure is not None:
         raise drain.failure
+    return cached_tokens

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,15 @@ def capture(
         "extract": extract.model_dump(),
         "info": info,
     }
-    manifest: dict[str, Any] = _run(_settings(target_dir, engine, layer_ids, None, 0), request)
+    start = time.perf_counter()
+    result = _run(_settings(target_dir, engine, layer_ids, None, 0), request)
+    manifest: dict[str, Any] = result["manifest"]
+    logger.info(
+        "captured %d tokens in %.1f s, start-up included; %d came from the prefix cache",
+        manifest["tokens"],
+        time.perf_counter() - start,
+        result["cached_tokens"],
+    )
     return manifest
 
 
@@ -202,8 +211,8 @@ def _run(settings: dict[str, Any], request: dict[str, Any]) -> Any:
         if worker.settings != settings:
             worker.stop_engine()
             worker = _ready_worker(settings["engine"]["engine"])
-            worker.ask({"op": "start", "settings": settings})
             worker.settings = settings
+            worker.ask({"op": "start", "settings": settings})
         return worker.ask(request)
 
 
@@ -247,22 +256,19 @@ class _Worker:
             raise
         reply = json.loads(line) if line.endswith("\n") else {"died": self.process.wait()}
         if "died" in reply:
-            self.settings = None
+            self.end()
+            if request["op"] == "stop":
+                return None
             raise RuntimeError(_death_message(reply["died"]))
         if "error" in reply:
-            if request["op"] != "start":
-                self.stop_engine()
-            else:
-                self._stop()
+            self.stop_engine()
             raise (ValueError if reply["is_value_error"] else RuntimeError)(reply["error"])
         return reply["result"]
 
     def stop_engine(self) -> None:
         """Give the engine's memory back; where the process cannot fork, it ends with its engine."""
-        if self.settings is not None:
-            self._stop()
-
-    def _stop(self) -> None:
+        if self.settings is None:
+            return
         self.settings = None
         if sys.platform == "linux":
             self.ask({"op": "stop"})
@@ -271,6 +277,7 @@ class _Worker:
 
     def end(self) -> None:
         """Close the pipe, which ends the process, and wait for it."""
+        self.settings = None
         assert self.process.stdin is not None
         try:
             self.process.stdin.close()
@@ -306,4 +313,6 @@ def _environment(library: str) -> dict[str, str]:
         env["LD_PRELOAD"] = os.pathsep.join([str(openmp), *filter(None, [os.environ.get("LD_PRELOAD")])])
         # Idle threads that spin for the default 200 ms take the cores from everything else (vllm/utils/ompmultiprocessing.py).
         env.setdefault("KMP_BLOCKTIME", "5")
+        # Unset, a forked child is bound to one core ("disabled" aborts it): half the speed on two cores.
+        env.setdefault("KMP_AFFINITY", "none")
     return env

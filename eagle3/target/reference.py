@@ -43,8 +43,8 @@ class ReferenceEngine:
         }
 
     @torch.no_grad()
-    def capture(self, rows: list[TokenRow], layer_ids: list[int], add: Add) -> None:
-        """Hand every row's states to `add`, in batches of similar length."""
+    def capture(self, rows: list[TokenRow], layer_ids: list[int], add: Add) -> int:
+        """Hand every row's states to `add`, in batches of similar length; returns 0, nothing comes from a cache."""
         lengths = [len(r.token_ids) for r in rows]
         with tqdm(total=sum(lengths), desc="extract", unit="tok", mininterval=1, delay=2) as bar:
             for batch in batches(lengths, self.max_num_seqs):
@@ -53,6 +53,7 @@ class ReferenceEngine:
                     row_states, n = states[j, : lengths[i]], lengths[i]
                     add(i, row_states.cpu(), int(self.model.lm_head(last[j, n - 1]).argmax()))
                     bar.update(n)
+        return 0
 
     def _states(self, token_ids: list[list[int]], layer_ids: list[int]) -> tuple[Tensor, Tensor]:
         """[B, T, A + 1, H] states, the last before the final norm, and [B, T, H] after it.

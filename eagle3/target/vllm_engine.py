@@ -108,8 +108,8 @@ class VllmEngine:
             **{name: self.arguments[name] for name in named},
         }
 
-    def capture(self, rows: list[TokenRow], layer_ids: list[int], add: Add) -> None:
-        """Hand every row's states to `add` (see eagle3.target.capture); the engine was built for these layers."""
+    def capture(self, rows: list[TokenRow], layer_ids: list[int], add: Add) -> int:
+        """Hand every row's states to `add`; the engine was built for these layers. Returns the tokens found in its cache."""
         assert layer_ids == self.layer_ids
         last = self.model["num_hidden_layers"]
         # Layer N may be asked for as an aux layer too; the engine keeps a repeated layer once.
@@ -118,7 +118,7 @@ class VllmEngine:
         def add_columns(index: int, states: torch.Tensor, next_token: int) -> None:
             add(index, states if len(set(columns)) == len(columns) else states[:, columns], next_token)
 
-        capture_with_vllm(self.engine, rows, add_columns, self._bytes_per_state_token(), self.config["max_num_seqs"])
+        return capture_with_vllm(self.engine, rows, add_columns, self._bytes_per_state_token(), self.config["max_num_seqs"])
 
     def generate(
         self, prompts: list[list[int]], *, temperature: float, top_p: float, max_new_tokens: int, seed: int, ignore_eos: bool

@@ -26,15 +26,15 @@ def main(library: str) -> None:
     gc.enable()
     for line in sys.stdin:
         request = json.loads(line)
-        if request["op"] == "stop":
-            _reply(replies, {"result": None})
-            continue
         # Forking is only safe where no system library keeps threads of its own: elsewhere one engine a process.
         child = os.fork() if sys.platform == "linux" else 0
         if child == 0:
             _serve(request["settings"], replies)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        _reply(replies, {"result": None} if status == 0 else {"died": status})
+        if status != 0:
+            _reply(replies, {"died": status})
+            return
+        _reply(replies, {"result": None})
 
 
 def _claim_stdout() -> TextIO:
@@ -106,8 +106,8 @@ def _answer(engine: Any, request: dict[str, Any]) -> Any:
     rows = read_token_shard(request["token_shard_path"])
     info = {**request["info"], **engine.describe(), "layer_ids": request["layer_ids"]}
     sink = ShardSink(rows, request["out_dir"], ExtractConfig(**request["extract"]), info)
-    engine.capture(rows, request["layer_ids"], sink.add)
-    return sink.close(engine.target_dir, engine.dtype)
+    cached_tokens = engine.capture(rows, request["layer_ids"], sink.add)
+    return {"manifest": sink.close(engine.target_dir, engine.dtype), "cached_tokens": cached_tokens}
 
 
 def _reply(replies: TextIO, message: dict[str, Any]) -> None:

@@ -1,0 +1,82 @@
+"""What a target's name stands for: identity by content, copies of what an engine reads, errors that name path and remedy."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from eagle3.config import TargetConfig
+from eagle3.target.resolve import fetch_target, identify_target
+
+REMEDIES = {
+    "absent.gguf": "no such GGUF file",
+    "./absent": "no such directory",
+    "/absent/model": "no such directory",
+    "~/absent-model": "no such directory",
+}
+
+
+def write_target(directory: Path, value: float = 1.0) -> Path:
+    directory.mkdir(parents=True)
+    save_file({"w": torch.full((3,), value)}, directory / "model.safetensors")
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja", "README.md", "pytorch_model.bin"):
+        (directory / name).write_text("{}")
+    (directory / "original").mkdir()
+    save_file({"w": torch.zeros(1)}, directory / "original" / "consolidated.safetensors")
+    return directory
+
+
+def test_a_directory_is_known_by_its_content_and_never_by_its_path(tmp_path: Path) -> None:
+    first = write_target(tmp_path / "a" / "tiny")
+    same = write_target(tmp_path / "b" / "tiny")
+    other = write_target(tmp_path / "c" / "tiny", value=2.0)
+    name, revision, digest = identify_target(TargetConfig(name=str(first)))
+    assert (name, revision) == ("tiny", digest)
+    assert identify_target(TargetConfig(name=str(same))) == (name, revision, digest)
+    assert identify_target(TargetConfig(name=str(other)))[2] != digest
+    assert identify_target(TargetConfig(name=str(first), public_name="org/tiny"))[0] == "org/tiny"
+    (first / "README.md").write_text("read by no engine")
+    assert identify_target(TargetConfig(name=str(first)))[2] == digest
+    (first / "chat_template.jinja").write_text("changed")
+    assert identify_target(TargetConfig(name=str(first)))[2] != digest
+
+
+def test_only_what_an_engine_reads_is_fetched_and_fetching_twice_is_harmless(tmp_path: Path) -> None:
+    cfg = TargetConfig(name=str(write_target(tmp_path / "tiny")))
+    for _ in range(2):
+        fetch_target(cfg, tmp_path / "out")
+    found = {f.name for f in (tmp_path / "out").iterdir()}
+    assert found == {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"}
+
+
+@pytest.mark.parametrize(("name", "said"), REMEDIES.items())
+def test_a_path_that_is_not_there_is_named(name: str, said: str) -> None:
+    for use in (identify_target, lambda cfg: fetch_target(cfg, "/nowhere")):
+        with pytest.raises(ValueError, match=f"{re.escape(name)}.*{said}"):
+            use(TargetConfig(name=name))
+
+
+@pytest.mark.parametrize(("removed", "said"), [("config.json", "no config.json"), ("model.safetensors", "no .*safetensors")])
+def test_a_directory_without_a_model_is_refused_with_the_remedy(tmp_path: Path, removed: str, said: str) -> None:
+    directory = write_target(tmp_path / "tiny")
+    (directory / removed).unlink()
+    with pytest.raises(ValueError, match=f"{directory}.*{said}.*save"):
+        identify_target(TargetConfig(name=str(directory)))
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_text("")
+    with pytest.raises(ValueError, match=r"model\.bin is a file"):
+        identify_target(TargetConfig(name=str(tmp_path / "model.bin")))
+
+
+def test_a_hub_that_does_not_answer_is_reported_with_id_and_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    cfg = TargetConfig(name="example-org/absent", revision="v1")
+    for use in (identify_target, lambda cfg: fetch_target(cfg, tmp_path / "out")):
+        with pytest.raises(ValueError, match=r"example-org/absent \(revision v1\).*HF_TOKEN"):
+            use(cfg)

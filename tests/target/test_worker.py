@@ -1,0 +1,176 @@
+"""The worker process and its lifetime, with the transformers engine: no vLLM here."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from eagle3.config import EngineConfig, ExtractConfig
+from eagle3.shards import TokenRow, read_hidden_states, write_token_shard
+from eagle3.target import engine as target_engine
+from eagle3.target.engine import Generation, capture, close_engines, generate
+from tests.draft.factories import tiny_target
+from tests.target.test_capture import random_rows, states_of
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
+ENGINE = EngineConfig(engine="transformers", dtype="float32", max_model_len=64, max_num_seqs=4)
+END = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engines() -> Iterator[None]:
+    yield
+    close_engines()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    path = tmp_path_factory.mktemp("target")
+    model = tiny_target("llama", vocab_size=13, eos_token_id=END).float()
+    model.save_pretrained(path)
+    return path, model
+
+
+def prompts() -> list[list[int]]:
+    return [[t % 13 for t in row.token_ids] for row in random_rows(9)]
+
+
+def answer(path: Path, engine: EngineConfig = ENGINE, temperature: float = 0.0, seed: int = 0) -> Generation:
+    return generate(path, prompts(), engine, temperature=temperature, top_p=1.0, max_new_tokens=12, seed=seed)
+
+
+def engine_pid() -> int:
+    """The process that holds the engine: the only child of the worker."""
+    assert target_engine._worker is not None
+    worker = target_engine._worker.process.pid
+    return int(Path(f"/proc/{worker}/task/{worker}/children").read_text().split()[0])
+
+
+def test_greedy_answers_are_the_targets_own_and_end_with_its_end_token(target: tuple[Path, PreTrainedModel]) -> None:
+    path, model = target
+    generation = answer(path)
+    assert generation.seconds > 0
+    assert generation.generated_tokens == sum(len(a.token_ids) for a in generation.answers)
+    assert {a.finish_reason for a in generation.answers} == {"stop", "length"}
+    for prompt, given in zip(prompts(), generation.answers, strict=True):
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + 12 and tokens[len(prompt) :][-1:] != [END]:
+            with torch.no_grad():
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        assert given.token_ids == tokens[len(prompt) :]
+        assert given.finish_reason == ("stop" if tokens[-1] == END else "length")
+
+
+def test_equal_settings_share_an_engine_and_other_settings_replace_it(target: tuple[Path, PreTrainedModel]) -> None:
+    path, _ = target
+    answer(path)
+    first, worker = engine_pid(), target_engine._worker
+    answer(path, temperature=0.7, seed=1)
+    assert engine_pid() == first
+    answer(path, EngineConfig(**{**ENGINE.model_dump(), "max_num_seqs": 2}))
+    assert engine_pid() != first
+    assert not Path(f"/proc/{first}").exists()
+    assert target_engine._worker is worker
+
+
+def test_sampling_repeats_with_its_seed_on_a_warm_engine_too(target: tuple[Path, PreTrainedModel]) -> None:
+    path, _ = target
+    first, other = answer(path, temperature=1.0, seed=1).answers, answer(path, temperature=1.0, seed=2).answers
+    assert answer(path, temperature=1.0, seed=1).answers == first != other
+
+
+def test_captured_states_are_the_models_whatever_the_batch(tmp_path: Path, target: tuple[Path, PreTrainedModel]) -> None:
+    path, model = target
+    rows = [TokenRow(str(i), "test", p, [True] * len(p)) for i, p in enumerate(prompts())]
+    write_token_shard(tmp_path / "shard", rows)
+    manifest = capture(path, tmp_path / "shard", tmp_path / "out", [1], ENGINE, ExtractConfig(storage_dtype="float32"), {"a": "b"})
+    assert manifest["info"] | {"a": "b", "layer_ids": [1], "last_layer_id": 4, "dtype": "float32"} == manifest["info"]
+    for row, stored in zip(rows, read_hidden_states(tmp_path / "out"), strict=True):
+        states, _ = states_of(model, row)
+        # Rows of one batch are padded to one width: the same sums in another order.
+        torch.testing.assert_close(stored.aux[:, 0], states[:, 0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(stored.last, states[:-1, 1], rtol=1e-4, atol=1e-4)
+
+
+def test_bad_calls_are_refused_before_an_engine_starts(
+    tmp_path: Path, target: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = target
+    monkeypatch.setattr(target_engine, "_run", lambda *_: pytest.fail("an engine was started"))
+    for tokens in ([], [1] * 64):
+        with pytest.raises(ValueError, match=r"prompt 1 has \d+ tokens.*max_model_len"):
+            generate(path, [[1], tokens], ENGINE, temperature=0, top_p=1, max_new_tokens=1, seed=0)
+
+    def try_capture(length: int, layer_ids: list[int]) -> None:
+        write_token_shard(tmp_path / "shard", [TokenRow("long", "test", [1] * length, [True] * length)])
+        capture(path, tmp_path / "shard", tmp_path / "out", layer_ids, ENGINE, ExtractConfig(), {})
+
+    with pytest.raises(ValueError, match=r"row long has 65 tokens.*max_model_len"):
+        try_capture(65, [1])
+    for layer_ids in ([], [5], [-1], [2, 1], [1, 1]):
+        with pytest.raises(ValueError, match=r"within 0 … 4.*got " + re.escape(str(layer_ids))):
+            try_capture(4, layer_ids)
+    monkeypatch.setattr(target_engine.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    with pytest.raises(ValueError, match=r"0\.0 GiB free, the states of 40 tokens need"):
+        try_capture(40, [1])
+
+
+def test_an_engines_error_arrives_as_its_own_message_and_the_next_call_works(
+    tmp_path: Path, target: tuple[Path, PreTrainedModel]
+) -> None:
+    path, _ = target
+    (tmp_path / "config.json").write_text('{"model_type": "nonesuch", "num_hidden_layers": 4}')
+    with pytest.raises(ValueError, match="nonesuch"):
+        answer(tmp_path)
+    with pytest.raises(ValueError, match="temperature 0"):
+        generate(
+            path, [[1]], ENGINE, temperature=1.0, top_p=1, max_new_tokens=2, seed=0, draft_dir=tmp_path, num_speculative_tokens=1
+        )
+    assert len(answer(path).answers) == 9
+
+
+def test_a_killed_engine_is_reported_with_a_remedy_and_the_next_call_starts_another(
+    target: tuple[Path, PreTrainedModel],
+) -> None:
+    path, _ = target
+    answer(path)
+    os.kill(engine_pid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"killed \(signal 9\).*max_num_seqs"):
+        answer(path)
+    assert len(answer(path).answers) == 9
+
+
+def test_the_worker_ends_when_its_parent_is_killed(target: tuple[Path, PreTrainedModel]) -> None:
+    path, _ = target
+    script = (
+        "import sys\nfrom eagle3.config import EngineConfig\nfrom eagle3.target import engine as e\n"
+        f"e.generate({str(path)!r}, [[1]], EngineConfig(**{ENGINE.model_dump()}), temperature=0, top_p=1, max_new_tokens=2, seed=0)\n"
+        "pid = e._worker.process.pid\nprint(pid, open(f'/proc/{pid}/task/{pid}/children').read(), flush=True)\nsys.stdin.read()"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(target_engine.__file__).parents[2])}
+    parent = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    assert parent.stdout is not None
+    pids = parent.stdout.readline().split()
+    assert len(pids) == 2
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 20
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(is_running(pid) for pid in pids)
+
+
+def is_running(pid: str) -> bool:
+    """True unless the process is gone or only waits for somebody to take its exit status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
