@@ -91,7 +91,8 @@ def test_captured_states_are_the_models_whatever_the_batch(tmp_path: Path, targe
     path, model = target
     rows = [TokenRow(str(i), "test", p, [True] * len(p)) for i, p in enumerate(prompts())]
     write_token_shard(tmp_path / "shard", rows)
-    manifest = capture(path, tmp_path / "shard", tmp_path / "out", [1], ENGINE, ExtractConfig(storage_dtype="float32"), {"a": "b"})
+    extract = ExtractConfig(storage_dtype="float32")
+    manifest = capture(path, tmp_path / "shard", tmp_path / "out", [1], ENGINE, extract, {"a": "b"})
     assert manifest["info"] | {"a": "b", "layer_ids": [1], "last_layer_id": 4, "dtype": "float32"} == manifest["info"]
     for row, stored in zip(rows, read_hidden_states(tmp_path / "out"), strict=True):
         states, _ = states_of(model, row)
@@ -152,7 +153,8 @@ def test_the_worker_ends_when_its_parent_is_killed(target: tuple[Path, PreTraine
     path, _ = target
     script = (
         "import sys\nfrom eagle3.config import EngineConfig\nfrom eagle3.target import engine as e\n"
-        f"e.generate({str(path)!r}, [[1]], EngineConfig(**{ENGINE.model_dump()}), temperature=0, top_p=1, max_new_tokens=2, seed=0)\n"
+        f"cfg = EngineConfig(**{ENGINE.model_dump()})\n"
+        f"e.generate({str(path)!r}, [[1]], cfg, temperature=0, top_p=1, max_new_tokens=2, seed=0)\n"
         "pid = e._worker.process.pid\nprint(pid, open(f'/proc/{pid}/task/{pid}/children').read(), flush=True)\nsys.stdin.read()"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(target_engine.__file__).parents[2])}

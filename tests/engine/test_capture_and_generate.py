@@ -1,0 +1,174 @@
+"""States and answers of the real engine against transformers: per layer, batched, chunked, with prefix cache; what a failure says."""
+
+import logging
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eagle3.config import EngineConfig, ExtractConfig
+from eagle3.shards import TokenRow, read_hidden_states, write_token_shard
+from eagle3.target import engine as target_engine
+from eagle3.target.engine import capture, close_engines, generate
+from eagle3.target.weights import load_target_tensors
+from tests.draft.factories import tiny_target
+
+pytestmark = pytest.mark.engine
+
+VOCAB, END, LAYER_IDS = 97, 2, [0, 1, 3]
+FLOAT32 = ExtractConfig(storage_dtype="float32", chunk_bytes=100_000)
+# 48 tokens a step: prompts up to 128 tokens are prefilled in pieces, several rows at once.
+CHUNKED = EngineConfig(dtype="float32", max_model_len=128, max_num_seqs=32, max_num_batched_tokens=48)
+SINGLE = EngineConfig(dtype="float32", max_model_len=128, max_num_seqs=1, max_num_batched_tokens=128)
+# Measured 1.2e-5 of a token's largest activation: the same float32 sums in another order, four layers deep.
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engines() -> Iterator[None]:
+    yield
+    close_engines()
+
+
+def save_target(directory: Path, model_type: str) -> PreTrainedModel:
+    """Heads of 32, the smallest that the engine's CPU attention takes."""
+    model = tiny_target(model_type, VOCAB, num_attention_heads=2, num_key_value_heads=1, head_dim=32, eos_token_id=END).float()
+    model.save_pretrained(directory)
+    return model
+
+
+def random_rows() -> list[TokenRow]:
+    """Rows of 1 … 128 tokens; every other one starts with the same 70, two blocks of the engine's cache and a bit."""
+    rng = random.Random(0)
+    shared = [rng.randrange(VOCAB) for _ in range(70)]
+    lengths = [1, 2, 32, 33, 64, 128] + [rng.randrange(3, 129) for _ in range(34)]
+    rows = []
+    for i, length in enumerate(lengths):
+        tokens = ((shared if i % 2 else []) + [rng.randrange(VOCAB) for _ in range(128)])[:length]
+        rows.append(TokenRow(f"row-{i}", "test", tokens, [j > 0 for j in range(length)]))
+    return rows
+
+
+def expected_states(model: PreTrainedModel, row: TokenRow) -> tuple[Tensor, Tensor]:
+    """[T, 4, H] states of LAYER_IDS and the last layer before the final norm; [T] the model's own next tokens."""
+    kept: list[Tensor] = []
+    hook = model.base_model.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0][0]))
+    with torch.no_grad():
+        output = model(torch.tensor([row.token_ids]), output_hidden_states=True)
+    hook.remove()
+    states = torch.stack([*(output.hidden_states[k][0] for k in LAYER_IDS), kept[0]], dim=1)
+    return states, output.logits[0].argmax(-1)
+
+
+def largest_error(found: Tensor, expected: Tensor) -> float:
+    """Largest deviation of a token's state, as a share of that state's largest activation."""
+    if len(found) == 0:
+        return 0.0
+    return float(((found - expected).abs().amax(-1) / expected.abs().amax(-1)).max())
+
+
+def assert_states_are_the_models(model: PreTrainedModel, rows: list[TokenRow], shard_dir: Path) -> None:
+    for row, stored in zip(rows, read_hidden_states(shard_dir), strict=True):
+        states, _ = expected_states(model, row)
+        assert (stored.sample_id, stored.token_ids.tolist()) == (row.sample_id, row.token_ids)
+        for layer in range(len(LAYER_IDS)):
+            assert largest_error(stored.aux[:, layer], states[:, layer]) < TOLERANCE, (row.sample_id, LAYER_IDS[layer])
+        assert largest_error(stored.last, states[stored.last_positions, -1]) < TOLERANCE, row.sample_id
+
+
+def capture_rows(target: Path, rows: list[TokenRow], out: Path, engine: EngineConfig) -> dict[str, Any]:
+    write_token_shard(out.with_suffix(".parquet"), rows)
+    return capture(target, out.with_suffix(".parquet"), out, LAYER_IDS, engine, FLOAT32, {"target": "tiny"})
+
+
+def cached_tokens(caplog: pytest.LogCaptureFixture) -> int:
+    return int(re.findall(r"(\d+) came from the prefix cache", caplog.text)[-1])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_captured_states_equal_the_models_chunked_batched_and_cached(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, model_type: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    model, rows = save_target(tmp_path / "target", model_type), random_rows()
+    manifest = capture_rows(tmp_path / "target", rows, tmp_path / "chunked", CHUNKED)
+    assert (manifest["rows"], manifest["tokens"]) == (len(rows), sum(len(r.token_ids) for r in rows))
+    assert manifest["info"]["layer_ids"] == LAYER_IDS
+    assert manifest["info"]["engine_version"].startswith("vllm")
+    assert len(manifest["chunks"]) > 1
+    assert cached_tokens(caplog) > 0
+    assert_states_are_the_models(model, rows, tmp_path / "chunked")
+
+    backwards = capture_rows(tmp_path / "target", rows[::-1], tmp_path / "cached", CHUNKED)
+    assert backwards["tokens"] == manifest["tokens"]
+    assert cached_tokens(caplog) > 0.5 * manifest["tokens"]
+    assert_states_are_the_models(model, rows[::-1], tmp_path / "cached")
+
+    capture_rows(tmp_path / "target", rows, tmp_path / "single", SINGLE)
+    assert_states_are_the_models(model, rows, tmp_path / "single")
+
+
+def test_stored_last_state_norm_and_head_give_the_targets_next_token(tmp_path: Path) -> None:
+    model, rows = save_target(tmp_path / "target", "llama"), random_rows()
+    capture_rows(tmp_path / "target", rows, tmp_path / "states", CHUNKED)
+    target = load_target_tensors(tmp_path / "target")
+    right, total = 0, 0
+    for row, stored in zip(rows, read_hidden_states(tmp_path / "states"), strict=True):
+        normed = torch.nn.functional.rms_norm(stored.last, (64,), target.norm_weight, target.norm_eps)
+        chosen = (normed @ target.head.T).argmax(-1)
+        right += int((chosen == expected_states(model, row)[1][stored.last_positions]).sum())
+        total += len(chosen)
+    assert total > 2000
+    assert right >= 0.99 * total
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_greedy_answers_are_the_models_own(tmp_path: Path, model_type: str) -> None:
+    model = save_target(tmp_path, model_type)
+    prompts = [r.token_ids[:40] for r in random_rows()]
+    greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 24, "seed": 0}
+    generation = generate(tmp_path, prompts, CHUNKED, **greedy)
+    for prompt, given in zip(prompts, generation.answers, strict=True):
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + 24 and tokens[len(prompt) :][-1:] != [END]:
+            with torch.no_grad():
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        assert given.token_ids == tokens[len(prompt) :]
+        assert given.finish_reason == ("stop" if tokens[-1] == END else "length")
+    assert {a.finish_reason for a in generation.answers} == {"stop", "length"}
+    endless = generate(tmp_path, prompts, CHUNKED, ignore_eos=True, **greedy)
+    assert {len(a.token_ids) for a in endless.answers} == {24}
+    assert (generation.num_drafts, generation.accepted_per_position) == (0, [])
+    assert generation.generated_tokens == sum(len(a.token_ids) for a in generation.answers)
+    sampled = [generate(tmp_path, prompts, CHUNKED, **(greedy | {"temperature": 1.0, "seed": s})).answers for s in (1, 2, 1)]
+    assert sampled[0] == sampled[2] != sampled[1]
+
+
+def test_failures_arrive_with_their_message_and_the_next_call_works(tmp_path: Path) -> None:
+    save_target(tmp_path, "llama")
+
+    def answer(engine: EngineConfig, count: int = 1) -> int:
+        prompts = [[1, 2, i % VOCAB] for i in range(count)]
+        result = generate(tmp_path, prompts, engine, temperature=0.0, top_p=1.0, max_new_tokens=100, seed=0, ignore_eos=True)
+        return result.generated_tokens
+
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        answer(CHUNKED.model_copy(update={"max_num_batched_tokens": 16}))
+    assert answer(CHUNKED) == 100
+    assert target_engine._worker is not None
+    worker = target_engine._worker.process.pid
+    child = int(Path(f"/proc/{worker}/task/{worker}/children").read_text().split()[0])
+    threading.Thread(target=lambda: (time.sleep(1), os.kill(child, signal.SIGKILL)), daemon=True).start()
+    with pytest.raises(RuntimeError, match=r"killed \(signal 9\).*memory"):
+        answer(CHUNKED, count=2000)
+    assert answer(CHUNKED) == 100
