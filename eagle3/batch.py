@@ -14,7 +14,8 @@ a prompt token x, loss mask 0 1 1 1 1, three steps; "." is never served and neve
     3      c         1         . . .                      . . .
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,8 +53,8 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Copy to a device."""
-        moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
-        return PackedBatch(**moved)
+        moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
 
 def valid_steps(loss_mask: Tensor, num_steps: int) -> Tensor:

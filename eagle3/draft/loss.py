@@ -102,7 +102,7 @@ class HeadLoss(torch.autograd.Function):
                     d_states[i, chunk] = grad @ head
                 if d_head is not None:
                     d_head.addmm_(grad.T, x)
-        ctx.save_for_backward(d_states, d_head)
+        ctx.save_for_backward(d_states, d_head)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(per_step, choice)  # type: ignore[attr-defined]
         return loss, per_step, choice
 

@@ -56,7 +56,9 @@ class VllmEngine:
     def _speculation(self, settings: dict[str, Any]) -> dict[str, Any]:
         if settings["draft_dir"]:
             return {
+                # Without a method vLLM looks for "eagle3" in the path and else serves it as an ordinary model.
                 "speculative_config": {
+                    "method": "eagle3",
                     "model": settings["draft_dir"],
                     "num_speculative_tokens": settings["num_speculative_tokens"],
                 }
@@ -146,7 +148,7 @@ class VllmEngine:
         seconds = time.perf_counter() - start
         counts = self._counters()
         counts.subtract(before)
-        per_position = [v for k, v in sorted(counts.items()) if isinstance(k, int)]
+        per_position = [counts[k] for k in sorted(k for k in counts if isinstance(k, int))]
         return {
             "answers": answers,
             "seconds": seconds,

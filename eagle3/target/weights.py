@@ -40,11 +40,10 @@ def check_target_dir(target_dir: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as e:
         raise ValueError(f"{root} holds no readable config.json ({e}); give a model directory, hub id or .gguf file") from e
     if not any(root.glob("*.safetensors")):
-        raise ValueError(f"{root} holds no *.safetensors file; save the target with save_pretrained, or give a hub id or .gguf file")
+        raise ValueError(f"{root} holds no *.safetensors file; save it with save_pretrained, or give a hub id or .gguf file")
     if config.get("model_type") not in SUPPORTED_MODEL_TYPES:
-        raise ValueError(
-            f"{root} is a {config.get('model_type')!r} model; drafts can be trained for {', '.join(SUPPORTED_MODEL_TYPES)} targets"
-        )
+        known = " and ".join(SUPPORTED_MODEL_TYPES)
+        raise ValueError(f"{root} is a {config.get('model_type')!r} model; drafts can be trained for {known} targets")
     return config
 
 
@@ -87,10 +86,11 @@ def load_target_tensors(target_dir: str | Path, dtype: torch.dtype = torch.float
     files = tensor_files(target_dir)
     embedding = read_tensor(target_dir, files, "model.embed_tokens.weight").to(dtype)
     norm_weight = read_tensor(target_dir, files, "model.norm.weight").to(dtype)
-    tied = config.get("tie_word_embeddings", False) or "lm_head.weight" not in files
+    tied = config.get("tie_word_embeddings", False)
     head = embedding if tied else read_tensor(target_dir, files, "lm_head.weight").to(dtype)
     shape = (config["vocab_size"], config["hidden_size"])
     for name, tensor in (("embedding", embedding), ("head", head)):
         if tensor.shape != shape:
-            raise ValueError(f"{target_dir}: {name} has shape {tuple(tensor.shape)}, config.json says {shape}; fetch the target again")
+            found = tuple(tensor.shape)
+            raise ValueError(f"{target_dir}: {name} has shape {found}, config.json says {shape}; fetch the target again")
     return TargetTensors(config, embedding, norm_weight, config["rms_norm_eps"], head)

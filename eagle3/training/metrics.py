@@ -38,7 +38,9 @@ class MetricLog:
         """Write what is queued."""
         if not self.pending:
             return
-        lines = [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in figures.items()} for figures in self.pending]
+        lines: list[dict[str, Any]] = [
+            {k: v.tolist() if isinstance(v, Tensor) else v for k, v in figures.items()} for figures in self.pending
+        ]
         now = time.monotonic()
         seconds, self.flushed_at = max(now - self.flushed_at, 1e-9), now
         step = lines[-1]["step"]

@@ -251,9 +251,9 @@ def test_no_heldout_prompt_left_is_an_error(place: Workplace) -> None:
 
 
 def test_shipped_prompts_are_all_kept_and_none_is_held_out_too(tmp_path: Path, tokenizer_dir: Path) -> None:
-    cfg = DataConfig(rows_per_shard=200, min_shards=3)
+    cfg = DataConfig(rows_per_shard=100, min_shards=3)
     prepared = prepare_shards(RECIPES / "prompts.jsonl", RECIPES / "heldout.jsonl", tokenizer_dir, cfg, True, tmp_path)
-    assert prepared.report["prompts"] == {"train": 600, "heldout": 40}
+    assert prepared.report["prompts"] == {"train": 300, "heldout": 24}
     assert prepared.report["dropped"] == prepared.report["heldout"]["dropped"] == {}
     train_ids = {r.sample_id for r in all_rows(prepared)}
     assert not train_ids & {r.sample_id for r in read_token_shard(prepared.heldout.path)}

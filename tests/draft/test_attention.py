@@ -23,7 +23,7 @@ def slow_attention(q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tens
 
 
 @pytest.mark.parametrize("num_own", [0, 1, 3])
-@pytest.mark.parametrize("heads,groups", [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("block", [1, 2, 256])
 @pytest.mark.parametrize("slots", [[0, 1, 4, 5, 6, 11], [2], [], list(range(12))])
 def test_attention_equals_a_slow_loop(
@@ -32,7 +32,13 @@ def test_attention_equals_a_slow_loop(
     monkeypatch.setattr(attention, "BLOCK_QUERIES", block)
     g = torch.Generator().manual_seed(0)
     starts, count, size = torch.tensor([0, 4, 5, 12]), len(slots), 5
-    shapes = [(count, heads, size), (12, groups, size), (12, groups, size), (num_own, count, groups, size), (num_own, count, groups, size)]
+    shapes = [
+        (count, heads, size),
+        (12, groups, size),
+        (12, groups, size),
+        (num_own, count, groups, size),
+        (num_own, count, groups, size),
+    ]
     tensors = [torch.randn(s, generator=g, dtype=torch.float64, requires_grad=True) for s in shapes]
     weight = torch.randn(count, heads, size, generator=g, dtype=torch.float64)
     index = torch.tensor(slots, dtype=torch.int64)

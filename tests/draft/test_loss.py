@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tests.draft.tiny import DRAFT_VOCAB, HIDDEN, all_rows, draft_target_ids, random_row, tiny_target
 from torch.nn import functional as F
 
 from eagle3.batch import pack_rows
 from eagle3.draft import loss as loss_module
 from eagle3.draft.loss import TargetHead, unroll_loss
+from tests.draft.tiny import DRAFT_VOCAB, HIDDEN, all_rows, draft_target_ids, random_row, tiny_target
 
 
 def target_head() -> TargetHead:
@@ -76,4 +76,5 @@ def test_a_pack_without_supervised_slots_has_zero_loss_and_gradient() -> None:
     loss = unroll_loss(states, head, batch, target_head(), torch.ones(3), 1).loss
     loss.backward()
     assert loss == 0
-    assert head.grad is not None and head.grad.abs().max() == 0
+    assert head.grad is not None
+    assert head.grad.abs().max() == 0

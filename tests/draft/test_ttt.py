@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tests.draft.tiny import HIDDEN, LAYER_IDS, ROWS, all_rows, draft_target_ids, random_row, tiny_draft
 
 from eagle3.batch import pack_rows
 from eagle3.draft.decode import ReferenceDraft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.draft.ttt import find_hits, guess, unroll
+from tests.draft.tiny import HIDDEN, LAYER_IDS, ROWS, all_rows, draft_target_ids, random_row, tiny_draft
 
 FLAGS = [
     {},

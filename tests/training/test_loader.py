@@ -1,10 +1,10 @@
 """Packs: every row once, nearly full, the same for the same seed."""
 
 import torch
-from tests.draft.tiny import random_row
 
 from eagle3.batch import pack_rows
 from eagle3.training.loader import cut_row, plan_packs
+from tests.draft.tiny import random_row
 
 
 def lengths(count: int) -> list[int]:

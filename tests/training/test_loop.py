@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.draft.tiny import LAYER_IDS, VOCAB, target_config, tiny_target
 
 from eagle3.config import TrainConfig
 from eagle3.shards import HiddenStateWriter, TokenRow
 from eagle3.training.loop import train
 from eagle3.training.metrics import read_metrics
 from eagle3.vocab import build_vocab, count_tokens, save_vocab
+from tests.draft.tiny import LAYER_IDS, VOCAB, target_config, tiny_target
 
 SETTINGS = {"epochs": 2, "pack_tokens": 64, "validation_rows": 3, "checkpoint_every": 3, "learning_rate": 1e-2}
 
