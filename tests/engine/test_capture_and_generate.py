@@ -1,4 +1,4 @@
-"""States and answers of the real engine against transformers: per layer, batched, chunked, with prefix cache; what a failure says."""
+"""States and answers of the real engine against transformers: per layer, batched, chunked, cached; what a failure says."""
 
 import logging
 import os
