@@ -6,7 +6,7 @@ description says so. Validators run on every Flyte hop: they are cheap and touch
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -25,13 +25,6 @@ class TargetConfig(StageConfig):
     public_name: str = Field(
         default="", description="name written into the exported draft; needed when `name` is a path, else the hub id is used"
     )
-    trust_remote_code: bool = Field(default=False, description="run the target repository's own Python code")
-
-    @model_validator(mode="after")
-    def _check(self) -> "TargetConfig":
-        if self.trust_remote_code and not self.revision:
-            raise ValueError("trust_remote_code needs a pinned revision; set target.revision to a commit")
-        return self
 
 
 class EngineConfig(StageConfig):
@@ -134,3 +127,23 @@ class FanOutConfig(StageConfig):
     """How many engine replicas work at once. In no cache key."""
 
     replicas: int = Field(default=8, ge=1, description="engine tasks in flight, each on its own GPU")
+
+
+def check_lengths(data: DataConfig, engine: EngineConfig, regenerate: RegenerateConfig, evaluate: EvaluateConfig) -> None:
+    """Refuse settings under which a prompt that prepare lets through would not fit a later stage.
+
+    Raises:
+        ValueError: names the settings, their sum and the remedy.
+    """
+    # Speculation looks up to 2k tokens past an answer's end; nearer to the limit its rounds get fewer guesses.
+    overhang = 2 * evaluate.num_speculative_tokens
+    needed = {"data.max_prompt_tokens + evaluate.max_new_tokens + 2k": evaluate.max_new_tokens + overhang + data.max_prompt_tokens}
+    if regenerate.enabled:
+        needed["data.max_prompt_tokens + regenerate.max_new_tokens"] = data.max_prompt_tokens + regenerate.max_new_tokens
+    else:
+        needed["data.max_tokens"] = data.max_tokens
+    for names, tokens in needed.items():
+        if tokens > engine.max_model_len:
+            raise ValueError(
+                f"{names} must not exceed engine.max_model_len {engine.max_model_len}, got {tokens}; raise it or lower the others"
+            )

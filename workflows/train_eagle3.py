@@ -52,7 +52,15 @@ def train_eagle3(
     run_name: str = "train_eagle3",
 ) -> FlyteDirectory:
     """Train, export and measure an EAGLE-3 draft for a target on the target's own answers."""
-    found = resolve_inputs(prompts=prompts, heldout=heldout, target=target, regenerate=regenerate)
+    found = resolve_inputs(
+        prompts=prompts,
+        heldout=heldout,
+        target=target,
+        engine=engine,
+        data=data,
+        regenerate=regenerate,
+        evaluate=evaluate,
+    )
     model = fetch_target(target=target, ref=found.target, target_digest=found.target.digest)
     prepared = prepare_data(
         prompts=prompts,

@@ -4,19 +4,28 @@ from flytekit import task
 from flytekit.types.file import FlyteFile
 
 import images
-from eagle3.config import RegenerateConfig, TargetConfig
+from eagle3.config import DataConfig, EngineConfig, EvaluateConfig, RegenerateConfig, TargetConfig, check_lengths
 from workflows import journal, store
 from workflows.interfaces import ResolvedInputs, TargetRef
 from workflows.resources import LIGHT
 
 
 @task(container_image=images.CPU, **LIGHT)
-def resolve_inputs(prompts: FlyteFile, heldout: FlyteFile, target: TargetConfig, regenerate: RegenerateConfig) -> ResolvedInputs:
+def resolve_inputs(
+    prompts: FlyteFile,
+    heldout: FlyteFile,
+    target: TargetConfig,
+    engine: EngineConfig,
+    data: DataConfig,
+    regenerate: RegenerateConfig,
+    evaluate: EvaluateConfig,
+) -> ResolvedInputs:
     """Never cached: a branch may have moved, a file may have grown, since the last run."""
     from eagle3.export import check_public_name
     from eagle3.target.resolve import identify_target
 
     journal.start()
+    check_lengths(data, engine, regenerate, evaluate)
     check_public_name(target.public_name or target.name)
     return ResolvedInputs(
         prompts_digest=store.file_digest(prompts.download()),
