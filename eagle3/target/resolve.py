@@ -1,7 +1,11 @@
 """Which model a name means: a hub id, a local directory or a GGUF file, identified in seconds and fetched into one directory."""
 
+import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any, Literal
@@ -9,10 +13,12 @@ from typing import Any, Literal
 from eagle3.config import TargetConfig
 from eagle3.shards import digest_of
 
+logger = logging.getLogger(__name__)
+
 # What an engine and a tokenizer read; weights in other formats and the authors' own copies in subdirectories stay behind.
 FILE_PATTERNS = (
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.json", "*.jinja", "*.model", "*.py",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.json", "*.jinja", "*.model",
 )  # fmt: skip
 IGNORED_PATTERNS = ("*/*", "consolidated*")
 
@@ -145,9 +151,35 @@ def _convert_gguf(path: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    loaded: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **loaded
-    )
-    model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(path.parent, **loaded).save_pretrained(out)
+    logger.info("converting %s to safetensors", path)
+    source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    with _gguf_read_once():
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **source
+        )
+        model.save_pretrained(out)
+        AutoTokenizer.from_pretrained(path.parent, **source).save_pretrained(out)
+
+
+@contextmanager
+def _gguf_read_once() -> Iterator[None]:
+    """Let transformers read a GGUF file once: it does so for the config, the weights and the tokenizer, element by element.
+
+    For a vocabulary of 49k that takes most of the conversion; so does one name table for each module of the model.
+    """
+    import gguf
+    import numpy as np
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        def __setattr__(self, name: str, value: Any) -> None:
+            # Slices of a memmap cost five times those of a plain array on the same memory.
+            object.__setattr__(self, name, value.view(np.ndarray) if name == "data" else value)
+
+    names = ("GGUFReader", "get_tensor_name_map")
+    originals = {name: getattr(gguf, name) for name in names}
+    gguf.GGUFReader, gguf.get_tensor_name_map = cache(Reader), cache(gguf.get_tensor_name_map)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(gguf, name, original)
