@@ -137,9 +137,10 @@ def check_lengths(data: DataConfig, engine: EngineConfig, regenerate: Regenerate
     """
     # Speculation looks up to 2k tokens past an answer's end; nearer to the limit its rounds get fewer guesses.
     overhang = 2 * evaluate.num_speculative_tokens
-    needed = {"data.max_prompt_tokens + evaluate.max_new_tokens + 2k": evaluate.max_new_tokens + overhang + data.max_prompt_tokens}
+    prompt = data.max_prompt_tokens
+    needed = {"data.max_prompt_tokens + evaluate.max_new_tokens + 2k": prompt + evaluate.max_new_tokens + overhang}
     if regenerate.enabled:
-        needed["data.max_prompt_tokens + regenerate.max_new_tokens"] = data.max_prompt_tokens + regenerate.max_new_tokens
+        needed["data.max_prompt_tokens + regenerate.max_new_tokens"] = prompt + regenerate.max_new_tokens
     else:
         needed["data.max_tokens"] = data.max_tokens
     for names, tokens in needed.items():

@@ -270,7 +270,7 @@ class _Worker:
         if self.settings is None:
             return
         self.settings = None
-        if sys.platform == "linux":
+        if forks_engines():
             self.ask({"op": "stop"})
         else:
             self.end()
@@ -297,6 +297,20 @@ def _death_message(status: int) -> str:
     return f"the engine process {how}; its last lines on stderr say why"
 
 
+def forks_engines() -> bool:
+    """Whether one worker serves several engines, each in a fork of it.
+
+    Only on Linux, where no system library keeps threads of its own, and not beside a GPU: a CUDA driver that anything touched
+    during the import does not survive a fork, and there the import costs little against the engine's own start.
+    """
+    return sys.platform == "linux" and not has_gpu()
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA GPU is there; asks no driver."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
 def _environment(library: str) -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
@@ -309,7 +323,7 @@ def _environment(library: str) -> dict[str, str]:
     for name, value in (("VLLM_LOGGING_LEVEL", "ERROR"), ("TORCH_CPP_LOG_LEVEL", "ERROR"), ("PYTHONWARNINGS", "ignore")):
         env.setdefault(name, value)
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    if openmp.exists() and not list(Path("/dev").glob("nvidia[0-9]*")):
+    if openmp.exists() and not has_gpu():
         env["LD_PRELOAD"] = os.pathsep.join([str(openmp), *filter(None, [os.environ.get("LD_PRELOAD")])])
         # Idle threads that spin for the default 200 ms take the cores from everything else (vllm/utils/ompmultiprocessing.py).
         env.setdefault("KMP_BLOCKTIME", "5")

@@ -14,6 +14,8 @@ import threading
 import traceback
 from typing import Any, TextIO
 
+from eagle3.target.engine import forks_engines
+
 # Collections during the import cost 3 of 15 s; what it made stays for good, so later collections may skip it.
 gc.disable()
 
@@ -26,8 +28,7 @@ def main(library: str) -> None:
     gc.enable()
     for line in sys.stdin:
         request = json.loads(line)
-        # Forking is only safe where no system library keeps threads of its own: elsewhere one engine a process.
-        child = os.fork() if sys.platform == "linux" else 0
+        child = os.fork() if forks_engines() else 0
         if child == 0:
             _serve(request["settings"], replies)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
