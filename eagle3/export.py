@@ -151,7 +151,7 @@ def verify_export(export_dir: str | Path) -> str:
     if not faults:
         faults = list(_tensor_faults(config, _read_tensors(path / "model.safetensors")))
     if faults:
-        raise ValueError(f"{path} would not serve as trained: {'; '.join(faults)}; export the draft again")
+        raise ValueError(f"{path} would not serve as trained: {'; '.join(faults)}; delete it and run again")
     return digest_of(*(_file_digest(path / name) for name in ("config.json", "model.safetensors")))
 
 
@@ -285,7 +285,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as e:
-        raise ValueError(f"{path} is not readable ({e}); run the stage that makes it again") from e
+        raise ValueError(f"{path} is not readable ({e}); delete its directory and run again") from e
     return content
 
 
@@ -293,7 +293,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as e:
-        raise ValueError(f"{path} is not a complete safetensors file ({e}); run the stage that makes it again") from e
+        raise ValueError(f"{path} is not a complete safetensors file ({e}); delete its directory and run again") from e
     return tensors
 
 

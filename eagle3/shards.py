@@ -13,7 +13,9 @@ chunk lays its rows' tokens end to end:
     last            [M, H]           last hidden state, before the final norm, only where a loss needs it:
     last_positions  [M] int64        positions q with loss_mask[q] and loss_mask[q + 1] in one row, ascending
 
-`sample_ids` stand in the manifest. Digests hash content, never paths: the same rows give the same digest anywhere.
+`sample_ids` stand in the manifest. Digests hash content, never paths: the same rows give the same digest anywhere. A hidden-state
+shard's digest covers its token rows and everything that decides the states (`info`: target, layers, engine, versions), not their
+bytes: the last bits of a state depend on which rows the engine happened to batch.
 """
 
 import hashlib
@@ -142,7 +144,7 @@ def read_token_shard(path: str | Path) -> list[TokenRow]:
     try:
         columns = pq.read_table(path, columns=["sample_id", "source", "token_ids", "loss_mask"]).to_pydict()
     except (pa.ArrowException, OSError, KeyError) as e:
-        raise ValueError(f"{path} is not a readable token shard ({e}); make it again with prepare_data") from e
+        raise ValueError(f"{path} is not a readable token shard ({e}); delete it and run again") from e
     return [TokenRow(*values) for values in zip(*columns.values(), strict=True)]
 
 
@@ -197,7 +199,10 @@ class HiddenStateWriter:
             )
         stored = states.to(self.dtype)
         if not torch.isfinite(stored).all() or not stored.float().abs().amax(-1).gt(0).all():
-            raise ValueError(f"row {row.sample_id}: a hidden state is zero or not finite in {self.storage_dtype}")
+            raise ValueError(
+                f"{self.dir}: row {row.sample_id} has a zero or non-finite hidden state in {self.storage_dtype}; "
+                "if the row is sound, set extract.storage_dtype to bfloat16 or float32"
+            )
         mask = torch.tensor(row.loss_mask, dtype=torch.bool)
         positions = last_state_positions(mask)
         aux, last = stored[:, :-1].contiguous(), stored[positions, -1].contiguous()
@@ -241,7 +246,9 @@ class HiddenStateWriter:
             "tokens": self.tokens,
             "supervised_tokens": self.supervised,
             "bytes": sum(c["bytes"] for c in self.chunks),
-            "digest": digest_of(*self.row_digests, self.storage_dtype, json.dumps(self.info, sort_keys=True)),
+            "digest": digest_of(
+                str(FORMAT_VERSION), *self.row_digests, self.storage_dtype, json.dumps(self.info, sort_keys=True)
+            ),
             "info": self.info,
             "chunks": self.chunks,
         }
@@ -262,9 +269,9 @@ def read_manifest(shard_dir: str | Path) -> dict[str, Any]:
         manifest = cast(dict[str, Any], json.loads(path.read_text()))
         version = manifest["format_version"]
     except FileNotFoundError as e:
-        raise ValueError(f"{path} is missing: the shard was not finished; run extract_hidden_states again") from e
+        raise ValueError(f"{path} is missing: the shard was not finished; delete the directory and run again") from e
     except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{path} is not a manifest ({e}); run extract_hidden_states again") from e
+        raise ValueError(f"{path} is not a manifest ({e}); delete the directory and run again") from e
     if version != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format version {version}, this reader reads {FORMAT_VERSION}; extract again or update eagle3"
@@ -273,7 +280,7 @@ def read_manifest(shard_dir: str | Path) -> dict[str, Any]:
         file = path.parent / Path(chunk["file"]).name
         size = file.stat().st_size if file.exists() else -1
         if size != chunk["bytes"]:
-            raise ValueError(f"{file}: {chunk['bytes']} bytes expected, {size} found; run extract_hidden_states again")
+            raise ValueError(f"{file}: {chunk['bytes']} bytes expected, {size} found; delete the directory and run again")
     return manifest
 
 
@@ -295,7 +302,7 @@ class HiddenStateReader:
             try:
                 file = safe_open(path, framework="pt")
             except SafetensorError as e:
-                raise ValueError(f"{path} is not a readable chunk ({e}); run extract_hidden_states again") from e
+                raise ValueError(f"{path} is not a readable chunk ({e}); delete the directory and run again") from e
             offsets = file.get_tensor("row_offsets")
             self.chunks.append(file)
             self.offsets.append(offsets)

@@ -130,10 +130,10 @@ def load_vocab(path: str | Path) -> Vocab:
         tensors = load_file(path)
         vocab = Vocab(tensors["d2t"], tensors["t2d"], tensors["counts"])
     except (OSError, SafetensorError, KeyError) as e:
-        raise ValueError(f"{path} is not a readable draft vocab ({e}); run build_vocab again") from e
+        raise ValueError(f"{path} is not a readable draft vocab ({e}); delete it and run again") from e
     fault = _find_fault(vocab)
     if fault:
-        raise ValueError(f"{path}: {fault}; run build_vocab again")
+        raise ValueError(f"{path}: {fault}; delete it and run again")
     return vocab
 
 

@@ -20,7 +20,7 @@ def commands() -> list[str]:
 
 
 def rehearsal(command: str, scratch: Path) -> str:
-    """What stands in for a command: make shows its plan, a remote run shows that workflow and recipe fit, writes go to scratch."""
+    """What stands in for a command: make shows its plan, a remote run shows that its workflow is there, writes go to scratch."""
     words = shlex.split(command.replace(".venv/bin/", f"{Path(sys.executable).parent}/"))
     if words[0] == "make":
         return shlex.join(["make", "-n", *words[1:]])

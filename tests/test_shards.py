@@ -114,7 +114,7 @@ def test_a_truncated_token_shard_is_named(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "a.parquet"
     write_token_shard(path, token_rows())
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"a\.parquet is not a readable token shard .*; make it again with prepare_data"):
+    with pytest.raises(ValueError, match=r"a\.parquet is not a readable token shard .*; delete it and run again"):
         read_token_shard(path)
 
 
@@ -217,7 +217,7 @@ def test_an_unfinished_shard_is_no_shard(tmp_path: Path) -> None:
     writer.add(token_rows()[2], states_of(token_rows()[2]))
     assert list(tmp_path.glob("chunk-00000.safetensors"))
     with pytest.raises(
-        ValueError, match=r"manifest\.json is missing: the shard was not finished; run extract_hidden_states again"
+        ValueError, match=r"manifest\.json is missing: the shard was not finished; delete the directory and run again"
     ):
         list(read_hidden_states(tmp_path))
 
@@ -226,7 +226,7 @@ def test_an_unfinished_shard_is_no_shard(tmp_path: Path) -> None:
 def test_a_broken_manifest_is_named(tmp_path: Path, text: str) -> None:
     write_states(tmp_path, token_rows())
     (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(ValueError, match=r"manifest\.json is not a manifest .*; run extract_hidden_states again"):
+    with pytest.raises(ValueError, match=r"manifest\.json is not a manifest .*; delete the directory and run again"):
         HiddenStateReader(tmp_path)
 
 
@@ -241,7 +241,7 @@ def test_a_missing_chunk_is_named(tmp_path: Path) -> None:
     write_states(tmp_path, token_rows())
     (tmp_path / "chunk-00001.safetensors").unlink()
     with pytest.raises(
-        ValueError, match=r"chunk-00001\.safetensors: \d+ bytes expected, -1 found; run extract_hidden_states again"
+        ValueError, match=r"chunk-00001\.safetensors: \d+ bytes expected, -1 found; delete the directory and run again"
     ):
         read_manifest(tmp_path)
 
@@ -251,7 +251,7 @@ def test_a_truncated_chunk_is_named(tmp_path: Path, keep: int) -> None:
     write_states(tmp_path, token_rows())
     path = tmp_path / "chunk-00000.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"chunk-00000\.safetensors: \d+ bytes expected, \d+ found; run extract_hidden_states"):
+    with pytest.raises(ValueError, match=r"chunk-00000\.safetensors: \d+ bytes expected, \d+ found; delete the directory"):
         HiddenStateReader(tmp_path)
 
 
@@ -259,7 +259,9 @@ def test_a_chunk_of_the_right_size_but_with_another_content_is_named(tmp_path: P
     write_states(tmp_path, token_rows())
     path = tmp_path / "chunk-00000.safetensors"
     path.write_bytes(b"\xff" * path.stat().st_size)
-    with pytest.raises(ValueError, match=r"chunk-00000\.safetensors is not a readable chunk .*; run extract_hidden_states again"):
+    with pytest.raises(
+        ValueError, match=r"chunk-00000\.safetensors is not a readable chunk .*; delete the directory and run again"
+    ):
         HiddenStateReader(tmp_path)
 
 
@@ -267,14 +269,14 @@ def test_a_chunk_of_the_right_size_but_with_another_content_is_named(tmp_path: P
 def test_states_that_are_not_finite_in_the_storage_dtype_name_the_row(tmp_path: Path, value: float) -> None:
     states = states_of(token_rows()[2])
     states[3, 1, 2] = value
-    with pytest.raises(ValueError, match="row id-2: a hidden state is zero or not finite in float16"):
+    with pytest.raises(ValueError, match="row id-2 has a zero or non-finite hidden state in float16"):
         HiddenStateWriter(tmp_path, "float16", 1, INFO).add(token_rows()[2], states)
 
 
 def test_an_all_zero_state_names_the_row(tmp_path: Path) -> None:
     states = states_of(token_rows()[2])
     states[3, 1] = 0
-    with pytest.raises(ValueError, match="row id-2: a hidden state is zero or not finite"):
+    with pytest.raises(ValueError, match="row id-2 has a zero or non-finite hidden state"):
         HiddenStateWriter(tmp_path, "float32", 1, INFO).add(token_rows()[2], states)
 
 

@@ -136,7 +136,7 @@ def test_a_contradictory_file_is_named(tmp_path: Path, change: object, said: str
     with pytest.raises(ValueError, match=re.escape(said)) as e:
         load_vocab(path)
     assert str(e.value).startswith(str(path))
-    assert str(e.value).endswith("run build_vocab again")
+    assert str(e.value).endswith("delete it and run again")
 
 
 @pytest.mark.parametrize("data", [None, b"", b"{}"])
@@ -144,7 +144,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path, data: bytes | None) -> None
     path = tmp_path / "vocab.safetensors"
     if data is not None:
         path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"vocab\.safetensors is not a readable draft vocab .*; run build_vocab again"):
+    with pytest.raises(ValueError, match=r"vocab\.safetensors is not a readable draft vocab .*; delete it and run again"):
         load_vocab(path)
 
 

@@ -22,12 +22,14 @@ class TargetRef:
 class ResolvedInputs:
     """What every cache key starts from: content digests of the two prompt files and the target's identity.
 
-    `regenerate` says whether the target answers the prompts itself; prepare needs to know no more of that stage's settings.
+    `public_name` is the target's name in the export. `regenerate` says whether the target answers the prompts
+    itself; prepare needs to know no more of that stage's settings.
     """
 
     prompts_digest: str
     heldout_digest: str
     target: TargetRef
+    public_name: str
     regenerate: bool
 
 
@@ -65,7 +67,6 @@ class PreparedData:
     shards: list[TokenShard]
     heldout: TokenShard
     report: FlyteFile
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class HiddenStateShards:
 
 @dataclass(frozen=True)
 class DraftCheckpoint:
-    """Draft weights with config (draft/), metrics.jsonl, and the newest resumable checkpoint."""
+    """Draft weights with config (draft.json), metrics.jsonl, and the newest resumable checkpoint."""
 
     directory: FlyteDirectory
     digest: str

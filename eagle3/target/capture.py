@@ -26,6 +26,10 @@ CHECKED_ROWS = 256
 MIN_AGREEMENT = 0.99
 # Logits closer than this share of the largest are a tie: what one rounding of the engine's head output can swap.
 TIE = {"float32": 1e-4, "bfloat16": 2**-6, "float16": 2**-9}
+# An idle engine hands states over within milliseconds; a row whose states are lost would be waited for for ever.
+STALL_S = 60.0
+# Part of every shard's digest: raise it when a change here, in the connector or in reference.py changes what is stored.
+CAPTURE_VERSION = 1
 Add = Callable[[int, Tensor, int], None]
 
 
@@ -133,6 +137,7 @@ def capture_with_vllm(engine: Any, rows: list[TokenRow], add: Add, bytes_per_tok
     drain = _Drain(rows, add)
     drain.start()
     num_submitted = submitted_tokens = cached_tokens = 0
+    moved_at, num_seen = time.monotonic(), 0
     with tqdm(total=sum(len(r.token_ids) for r in rows), desc="extract", unit="tok", mininterval=1, delay=2) as bar:
         while drain.is_alive():
             room = IN_FLIGHT_BYTES // bytes_per_token - (submitted_tokens - drain.num_tokens)
@@ -148,7 +153,12 @@ def capture_with_vllm(engine: Any, rows: list[TokenRow], add: Add, bytes_per_tok
             for output in engine.step():
                 drain.next_token[int(output.request_id)] = output.outputs[0].token_ids[0]
                 cached_tokens += output.num_cached_tokens or 0
-            if not busy:
+            if busy or drain.num_tokens > num_seen:
+                moved_at, num_seen = time.monotonic(), drain.num_tokens
+            elif time.monotonic() - moved_at > STALL_S:
+                missing = [rows[i].sample_id for i in drain.index_of.values()]
+                raise RuntimeError(f"the engine is idle but the states of rows {missing[:8]} never came; run the shard again")
+            else:
                 time.sleep(0.001)
             bar.update(drain.num_tokens - bar.n)
         bar.update(drain.num_tokens - bar.n)

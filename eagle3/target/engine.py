@@ -15,10 +15,12 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from eagle3.config import EngineConfig, ExtractConfig
+from eagle3.target.properties import check_max_model_len
 
 logger = logging.getLogger(__name__)
 _lock = threading.RLock()
@@ -81,6 +83,7 @@ def generate(
             raise ValueError(f"prompt {i} has {len(prompt)} tokens; 1 … {longest} fit, raise engine.max_model_len or shorten it")
     if not prompts:
         return Generation([], 0.0, 0, 0, 0, [])
+    check_max_model_len(engine.max_model_len, json.loads((Path(target_dir) / "config.json").read_text()))
     settings = _settings(target_dir, engine, None, draft_dir, num_speculative_tokens)
     sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
     result = _run(settings, {"op": "generate", "prompts": prompts, "sampling": {**sampling, "ignore_eos": ignore_eos}})
@@ -110,6 +113,7 @@ def capture(
         RuntimeError: if the engine fails, is killed, or returns states that do not reproduce its own next token.
     """
     config = json.loads((Path(target_dir) / "config.json").read_text())
+    check_max_model_len(engine.max_model_len, config)
     depth = config["num_hidden_layers"]
     if not layer_ids or layer_ids != sorted(set(layer_ids)) or layer_ids[0] < 0 or layer_ids[-1] > depth:
         raise ValueError(f"layer_ids must be ascending, unique and within 0 … {depth}, the target's depth; got {layer_ids}")
@@ -132,12 +136,6 @@ def capture(
         result["cached_tokens"],
     )
     return manifest
-
-
-def preload_engine(engine: EngineConfig) -> None:
-    """Start importing the engine's library in the background, so that the import overlaps with other work. Optional."""
-    with _lock:
-        _ready_worker(engine.engine)
 
 
 def close_engines() -> None:
@@ -221,6 +219,8 @@ def _ready_worker(library: str) -> "_Worker":
     if _worker is not None and (_worker.library != library or _worker.process.poll() is not None):
         close_engines()
     if _worker is None:
+        if find_spec(library) is None:
+            raise ValueError(f"{library} is not installed here; set engine.engine to transformers, the slow reference")
         if library == "transformers":
             logger.warning("engine: transformers is the slow reference; use vllm where it runs")
         _worker = _Worker(library)

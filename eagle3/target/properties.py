@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 
 def aux_layer_ids(wanted: list[int], num_layers: int) -> list[int]:
@@ -24,6 +25,20 @@ def aux_layer_ids(wanted: list[int], num_layers: int) -> list[int]:
     if min(wanted) < 0 or max(wanted) > num_layers:
         raise ValueError(f"extract.layer_ids must lie in 0 … {num_layers}, the target's layers, got {wanted}; change the recipe")
     return sorted(set(wanted))
+
+
+def check_max_model_len(max_model_len: int, config: dict[str, Any]) -> None:
+    """Refuse an engine length beyond the positions that the target was made for: there its states turn to nonsense silently.
+
+    Args:
+        max_model_len: engine.max_model_len.
+        config: the target's config.json.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    stretched = rope.get("factor", 1) if (rope.get("rope_type") or rope.get("type")) == "yarn" else 1
+    limit = int(config.get("max_position_embeddings", max_model_len) * stretched)
+    if max_model_len > limit:
+        raise ValueError(f"engine.max_model_len must not exceed the target's {limit} positions, got {max_model_len}; lower it")
 
 
 def end_of_turn_ids(target_dir: str | Path) -> list[int]:

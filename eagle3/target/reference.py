@@ -26,7 +26,8 @@ class ReferenceEngine:
         self.num_speculative_tokens: int = settings["num_speculative_tokens"]
         self.dtype: str = settings["engine"]["dtype"]
         self.max_num_seqs: int = settings["engine"]["max_num_seqs"]
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        # The reference drafter is plain CPU code.
+        self.device = "cuda" if torch.cuda.is_available() and self.draft_dir is None else "cpu"
         model = AutoModelForCausalLM.from_pretrained(self.target_dir, dtype=getattr(torch, self.dtype), local_files_only=True)
         self.model = model.to(self.device).eval()
         self.model.generation_config = GenerationConfig()  # its sampling defaults would mix into every call

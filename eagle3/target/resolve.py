@@ -1,7 +1,6 @@
 """Which model a name means: a hub id, a local directory or a GGUF file, identified in seconds and fetched into one directory."""
 
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,7 +63,8 @@ def identify_target(cfg: TargetConfig) -> tuple[str, str, str]:
         return cfg.name, commit, digest_of(cfg.name, commit)
     path = Path(cfg.name).expanduser().resolve()
     files = [path] if kind == "gguf" else _model_files(path)
-    digest = digest_of(*(part for f in files for part in (f.name, _file_digest(f))))
+    names = ["gguf"] if kind == "gguf" else [f.name for f in files]  # a renamed GGUF file is the same model
+    digest = digest_of(*(part for name, f in zip(names, files, strict=True) for part in (name, _file_digest(f))))
     return cfg.public_name or path.name.removesuffix(".gguf"), digest, digest
 
 
@@ -82,7 +82,7 @@ def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:
         _convert_gguf(Path(cfg.name).expanduser().resolve(), out)
     else:
         for file in _model_files(Path(cfg.name).expanduser().resolve()):
-            _link_or_copy(file, out / file.name)
+            shutil.copyfile(file, out / file.name)
     if not any(out.glob("*.safetensors")):
         raise ValueError(f"target {cfg.name} has no *.safetensors weights; save it with save_pretrained and give that directory")
 
@@ -97,16 +97,13 @@ def _file_digest(path: Path) -> str:
         return file_digest(f, "sha256").hexdigest()
 
 
-def _link_or_copy(source: Path, goal: Path) -> None:
-    goal.unlink(missing_ok=True)
-    try:
-        os.link(source, goal)
-    except OSError:
-        shutil.copyfile(source, goal)
+def _hub_error(cfg: TargetConfig, error: Exception) -> Exception:
+    """ConnectionError where another try may help, ValueError where only another setting does."""
+    import httpx
 
-
-def _hub_error(cfg: TargetConfig, error: Exception) -> ValueError:
-    return ValueError(
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    passing = isinstance(error, httpx.TransportError) or (status is not None and status >= 500)
+    return (ConnectionError if passing else ValueError)(
         f"target {cfg.name} (revision {cfg.revision or 'default'}) cannot be had from the hub: {type(error).__name__}: {error}; "
         "check the id, the network and HF_TOKEN, or give a local directory or .gguf file"
     )

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen3")
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -44,6 +45,9 @@ def check_target_dir(target_dir: str | Path) -> dict[str, Any]:
     if config.get("model_type") not in SUPPORTED_MODEL_TYPES:
         known = " and ".join(SUPPORTED_MODEL_TYPES)
         raise ValueError(f"{root} is a {config.get('model_type')!r} model; drafts can be trained for {known} targets")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if (kind := rope.get("rope_type") or rope.get("type")) in LENGTH_DEPENDENT_ROPE:
+        raise ValueError(f"{root} uses {kind!r} RoPE, whose angles depend on the length; no draft can be trained for it yet")
     return config
 
 

@@ -102,10 +102,10 @@ def _answer(engine: Any, request: dict[str, Any]) -> Any:
         return engine.generate(request["prompts"], **request["sampling"])
     from eagle3.config import ExtractConfig
     from eagle3.shards import read_token_shard
-    from eagle3.target.capture import ShardSink
+    from eagle3.target.capture import CAPTURE_VERSION, ShardSink
 
     rows = read_token_shard(request["token_shard_path"])
-    info = {**request["info"], **engine.describe(), "layer_ids": request["layer_ids"]}
+    info = {**request["info"], **engine.describe(), "layer_ids": request["layer_ids"], "capture_version": CAPTURE_VERSION}
     sink = ShardSink(rows, request["out_dir"], ExtractConfig(**request["extract"]), info)
     cached_tokens = engine.capture(rows, request["layer_ids"], sink.add)
     return {"manifest": sink.close(engine.target_dir, engine.dtype), "cached_tokens": cached_tokens}

@@ -57,7 +57,6 @@ def load_checkpoint(path: Path, draft: nn.Module, optimizers: dict[str, torch.op
                     parameters[name].copy_(f.get_tensor(key))
                 continue
             name, slot = name.rsplit("/", 1)
-            device = "cpu" if slot == "step" else parameters[name].device
-            optimizers[kind].state[parameters[name]][slot] = f.get_tensor(key).to(device)
+            optimizers[kind].state[parameters[name]][slot] = f.get_tensor(key).to(parameters[name].device)
     step: int = json.loads(metadata["step"])
     return step

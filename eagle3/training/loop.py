@@ -8,7 +8,6 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,6 @@ def train(
     cfg: TrainConfig,
     layer_ids: list[int],
     out_dir: str,
-    on_progress: Callable[[dict[str, Any]], None] | None = None,
     stop_after: int | None = None,
 ) -> None:
     """Train a draft and write draft.safetensors, draft.json and metrics.jsonl into out_dir.
@@ -86,12 +84,11 @@ def train(
         cfg: settings.
         layer_ids: aux layers of the shards, ascending.
         out_dir: also holds the checkpoint; a run that finds one there goes on from it.
-        on_progress: called with the newest metrics every few steps.
         stop_after: end after this many optimizer steps with a checkpoint, as if preempted.
 
     Raises:
         ValueError: on shards, vocabulary and target that do not fit together.
-        FloatingPointError: on a non-finite loss; names the conversations of the pack.
+        FloatingPointError: on a non-finite loss or gradient, before it reaches the weights; names the conversations of the pack.
     """
     device = torch.device("cuda" if cfg.device == "auto" and torch.cuda.is_available() else cfg.device.replace("auto", "cpu"))
     out = Path(out_dir)
@@ -114,8 +111,6 @@ def train(
         def show(line: dict[str, Any]) -> None:
             bar.set_postfix_str(f"loss {line['loss']:.3f}, {line['supervised_per_s']:.0f} supervised tok/s", refresh=False)
             bar.update(line["step"] - bar.n)
-            if on_progress:
-                on_progress(line)
 
         log = MetricLog(out / METRICS, total, done, show)
         step_weights = torch.tensor([cfg.step_decay**i for i in range(cfg.ttt_steps)], device=device)
@@ -154,15 +149,15 @@ def train_step(
     """One optimizer step on one pack; returns its figures as tensors."""
     states = unroll(draft, batch)
     result = unroll_loss(states, draft.lm_head.weight, batch, head, step_weights, max(1, len(batch.slots)))
-    if not torch.isfinite(result.loss):
-        raise FloatingPointError(
-            f"loss is {result.loss.item()} on conversations {batch.sample_ids}; look at their states and text"
-        )
     for optimizer in optimizers.values():
         optimizer.zero_grad(set_to_none=True)
     result.loss.backward()
     trained = [p for p in draft.parameters() if p.requires_grad]
     norm = torch.nn.utils.clip_grad_norm_(trained, max_grad_norm)
+    if not torch.isfinite(result.loss + norm):
+        raise FloatingPointError(
+            f"loss {result.loss.item()}, gradient norm {norm.item()} on conversations {batch.sample_ids}; look at their states"
+        )
     for optimizer in optimizers.values():
         optimizer.step()
     hits = find_hits(result.argmax, batch)

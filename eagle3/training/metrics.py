@@ -1,6 +1,6 @@
 """Figures of a training run: one JSON line a step, rates and time left on the way.
 
-Tensors are read back every FLUSH_EVERY steps only, so that a GPU never waits for a metric.
+Tensors are read back every FLUSH_EVERY steps only, so that no step waits for a metric.
 """
 
 import json

@@ -176,3 +176,10 @@ def is_running(pid: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_missing_engine_library_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    close_engines()
+    monkeypatch.setattr("eagle3.target.engine.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="vllm is not installed here; set engine.engine to transformers"):
+        target_engine._ready_worker("vllm")

@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from eagle3.batch import PackedBatch
 from eagle3.config import TrainConfig
+from eagle3.draft.model import Eagle3Draft
+from eagle3.draft.ttt import unroll
 from eagle3.shards import HiddenStateWriter, TokenRow
 from eagle3.training.loop import train
 from eagle3.training.metrics import read_metrics
@@ -96,12 +100,16 @@ def test_a_frozen_head_stays_the_targets(tmp_path: Path) -> None:
 
 def test_a_non_finite_loss_names_the_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_inputs(tmp_path)
-    monkeypatch.setattr("eagle3.training.loop.unroll", lambda draft, batch: torch.full((3, len(batch.slots), 48), torch.inf))
+
+    def broken(draft: Eagle3Draft, batch: PackedBatch) -> Tensor:
+        return unroll(draft, batch) * torch.inf
+
+    monkeypatch.setattr("eagle3.training.loop.unroll", broken)
     with pytest.raises(FloatingPointError, match="row-[01]-"):
         train(**inputs, cfg=TrainConfig(**SETTINGS), out_dir=str(tmp_path / "run"))
 
 
-def test_too_few_rows_is_an_error(tmp_path: Path) -> None:
+def test_an_unfinished_shard_is_named(tmp_path: Path) -> None:
     inputs = make_inputs(tmp_path)
     with pytest.raises(ValueError, match="manifest.json is missing"):
         train(**inputs | {"shard_dirs": [str(tmp_path / "nowhere")]}, cfg=TrainConfig(**SETTINGS), out_dir=str(tmp_path / "run"))

@@ -77,3 +77,4 @@ def test_no_path_is_in_a_cache_key(templates: dict[str, Any]) -> None:
             title = dict(kind.metadata).get("title", "") if kind.HasField("metadata") else ""
             assert not kind.HasField("blob"), (name, key)
             assert not title or title.endswith("Config"), (name, key)
+            assert title != "TargetConfig", (name, key)

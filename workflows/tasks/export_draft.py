@@ -4,7 +4,7 @@ from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 
 import images
-from eagle3.config import ExportConfig, TargetConfig
+from eagle3.config import ExportConfig
 from workflows import store
 from workflows.interfaces import DraftCheckpoint, DraftExport, DraftVocab, Target
 from workflows.resources import DATA
@@ -20,13 +20,12 @@ def export_draft(
     vocab_digest: str,
     target: Target,
     target_digest: str,
-    target_config: TargetConfig,
+    public_name: str,
     export: ExportConfig,
 ) -> DraftExport:
     from eagle3.export import write_export
 
     out = store.new_dir("export_draft") / "eagle3"  # vLLM guesses the method from the path where none is named
-    public_name = target_config.public_name or target_config.name
     draft_dir, target_dir = checkpoint.directory.download(), target.directory.download()
     digest = write_export(draft_dir, vocab.file.download(), target_dir, public_name, export, str(out))
     return DraftExport(FlyteDirectory(str(out)), digest)

@@ -30,7 +30,7 @@ def extract_shard(
 
     layer_ids = aux_layer_ids(extract.layer_ids, target.num_layers)
     out = store.new_dir("extract_hidden_states")
-    info = {"target_digest": target_digest, "layer_ids": layer_ids, "engine": engine.engine, "dtype": engine.dtype}
+    info = {"target": target.name, "target_revision": target.revision, "target_digest": target_digest}
     manifest = capture(target.directory.download(), shard.file.download(), str(out), layer_ids, engine, extract, info)
     return HiddenStateShard(
         index=shard.index,

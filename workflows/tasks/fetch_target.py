@@ -18,7 +18,7 @@ def fetch_target(target: TargetConfig, ref: TargetRef, target_digest: str) -> Ta
     from eagle3.target.weights import check_target_dir
 
     out = store.new_dir("target")
-    fetch_target(target, str(out))
+    fetch_target(target.model_copy(update={"revision": ref.revision}), str(out))  # the commit that the digest stands for
     config = check_target_dir(out)
     return Target(
         name=ref.name,

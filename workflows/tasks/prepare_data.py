@@ -38,5 +38,4 @@ def prepare_data(
     shards = [shard(i, file) for i, file in enumerate(files.shards)]
     report = out / "report.json"
     report.write_text(json.dumps(files.report, indent=1))
-    digest = store.digest_of_digests([*(s.digest for s in shards), files.heldout.summary.digest])
-    return PreparedData(shards, shard(0, files.heldout), FlyteFile(str(report)), digest)
+    return PreparedData(shards, shard(0, files.heldout), FlyteFile(str(report)))

@@ -26,10 +26,12 @@ def resolve_inputs(
 
     journal.start()
     check_lengths(data, engine, regenerate, evaluate)
-    check_public_name(target.public_name or target.name)
+    public_name = target.public_name or target.name
+    check_public_name(public_name)
     return ResolvedInputs(
         prompts_digest=store.file_digest(prompts.download()),
         heldout_digest=store.file_digest(heldout.download()),
         target=TargetRef(*identify_target(target)),
+        public_name=public_name,
         regenerate=regenerate.enabled,
     )

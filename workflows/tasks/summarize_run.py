@@ -11,7 +11,7 @@ from flytekit.types.file import FlyteFile
 import images
 from eagle3.config import EngineConfig, EvaluateConfig
 from workflows import journal, store, summary
-from workflows.interfaces import DraftCheckpoint, EvaluationReport, PreparedData, Target, TokenShards
+from workflows.interfaces import DraftCheckpoint, DraftVocab, EvaluationReport, PreparedData, Target, TokenShards
 from workflows.resources import DATA, LIGHT
 from workflows.stage import stage
 
@@ -38,6 +38,7 @@ def summarize_run(
     run_name: str,
     target: Target,
     data: PreparedData,
+    vocab: DraftVocab,
     samples: FlyteFile,
     checkpoint: DraftCheckpoint,
     report: EvaluationReport,
@@ -51,7 +52,7 @@ def summarize_run(
     out = (Path("runs") / Path(run_name).name).resolve() if local else store.new_dir("summary")
     out.mkdir(parents=True, exist_ok=True)
     target_dir, export_dir, draft_dir = (where(d) for d in (target.directory, report.export, checkpoint.directory))
-    shell, python = summary.serve_lines(target_dir, export_dir, engine, evaluate.num_speculative_tokens)
+    shell, python = summary.serve_lines(target_dir, export_dir, engine, evaluate, local)
     figures = json.loads(Path(report.file.download()).read_text())
     figures |= {
         "run_name": run_name,
@@ -62,6 +63,8 @@ def summarize_run(
         "metrics": f"{draft_dir}/metrics.jsonl",
         "stages": summary.stage_figures(journal.entries()) if local else [],
         "prompts": {"train": sum(s.rows for s in data.shards), "heldout": data.heldout.rows},
+        "data": json.loads(Path(data.report.download()).read_text()),
+        "vocab": {"size": vocab.size, "coverage": vocab.coverage},
         "serve": {"HTTP server": shell, "Python": python},
     }
     metrics = (Path(checkpoint.directory.download()) / "metrics.jsonl").read_text().splitlines()
