@@ -27,11 +27,12 @@ lint: .venv/tested
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-# torch comes first and by pip alone: the CPU wheel where the index answers, else whatever the machine offers. The rest is pinned.
+# torch comes first and by pip alone: the CPU wheel where the index answers, else whatever the machine offers, with what that
+# needs. The rest is pinned.
 .venv/installed: images/cpu.lock
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 13) else f"Python 3.11 or 3.12 is needed, got {sys.version.split()[0]}; run make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install -q --no-deps --retries 0 --timeout 15 --extra-index-url $(TORCH_INDEX) "$$(grep -o '^torch==[^ ;]*' images/cpu.lock)"
+	.venv/bin/python -m pip install -q --retries 0 --timeout 15 --extra-index-url $(TORCH_INDEX) "$$(grep -o '^torch==[^ ;]*' images/cpu.lock)"
 	.venv/bin/python -m pip install -q uv==$(UV_VERSION)
 	$(UV) pip install -q --python .venv/bin/python --no-deps -r images/cpu.lock
 	touch $@

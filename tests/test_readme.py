@@ -51,5 +51,6 @@ def test_the_readme_has_the_commands_that_are_promised() -> None:
 def test_every_path_that_the_readme_names_exists() -> None:
     named = re.findall(r"`((?:eagle3|workflows|images|tests)/[\w./]*)`", README)
     assert named
+    assert not re.findall(r"@[A-Z]+@", README)
     missing = [path for path in named if not (ROOT / path).exists()]
     assert not missing
