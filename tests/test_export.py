@@ -177,7 +177,7 @@ def test_a_draft_vocab_as_large_as_the_targets_needs_no_map(tmp_path: Path) -> N
     assert draft.target_ids.tolist() == list(range(VOCAB))
 
 
-@pytest.mark.parametrize("name", ["", "/work/models/smol", "./smol", "../smol", "~/smol", "a/b/c", "smol.gguf", "C:\\smol"])
+@pytest.mark.parametrize("name", ["", "/srv/models/smol", "./smol", "../smol", "~/smol", "a/b/c", "smol.gguf", "C:\\smol"])
 def test_a_local_path_is_no_name_for_the_target(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r"set target\.public_name"):
         export(tmp_path, name=name)
