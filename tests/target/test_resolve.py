@@ -80,3 +80,22 @@ def test_a_hub_that_does_not_answer_is_reported_with_id_and_remedy(monkeypatch: 
     for use in (identify_target, lambda cfg: fetch_target(cfg, tmp_path / "out")):
         with pytest.raises(ValueError, match=r"example-org/absent \(revision v1\).*HF_TOKEN"):
             use(cfg)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(None, ConnectionError), (503, ConnectionError), (404, ValueError)])
+def test_only_passing_hub_faults_may_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch, status: int | None, kind: type[Exception]
+) -> None:
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    def fail(*args: object, **kwargs: object) -> None:
+        request = httpx.Request("GET", "http://hub.invalid")
+        if status is None:
+            raise httpx.ConnectError("no route", request=request)
+        raise HfHubHTTPError("refused", response=httpx.Response(status, request=request))
+
+    monkeypatch.setattr(HfApi, "model_info", fail)
+    with pytest.raises(kind, match=r"example-org/absent .*HF_TOKEN"):
+        identify_target(TargetConfig(name="example-org/absent"))
