@@ -82,9 +82,22 @@ class TrainConfig(StageConfig):
     """train: the draft."""
 
     ttt_steps: int = Field(default=3, ge=1, le=16, description="unroll steps (training-time test)")
-    step_decay: float = Field(default=1.0, gt=0, le=1, description="loss weight of step i is step_decay ** i")
+    step_decay: float = Field(
+        default=0.0, ge=0, le=1, description="loss weight of step i is step_decay ** i; 0 means 1.0 up to three steps, else 0.8"
+    )
+    loss: Literal["kl", "lk_hybrid"] = Field(
+        default="kl", description="KL to the target over the draft vocabulary, or KL blended into total variation as it improves"
+    )
+    lk_eta: float = Field(
+        default=3.0, ge=0, description="lk_hybrid: KL's share is exp(-lk_eta * expected acceptance); 0 is KL alone"
+    )
+    averaging: Literal["token", "conversation"] = Field(
+        default="token", description="every supervised token weighs the same, or every conversation of a step does"
+    )
     epochs: int = Field(default=1, ge=1, description="passes over the shards")
-    pack_tokens: int = Field(default=8192, ge=2, description="tokens per pack, one optimizer step each; longer rows are cut")
+    pack_tokens: int = Field(default=8192, ge=2, description="tokens per pack; longer rows are cut and counted")
+    packs_per_step: int = Field(default=1, ge=1, description="packs per optimizer step, shared out over the training processes")
+    shuffle_chunks: int = Field(default=8, ge=1, description="chunks whose rows are shuffled together; all are held at once")
     optimizer: Literal["adamw", "muon"] = Field(default="adamw", description="muon: torch's Muon on matrices, AdamW on the rest")
     learning_rate: float = Field(default=1e-3, gt=0, description="peak learning rate of AdamW")
     muon_learning_rate: float = Field(default=2e-2, gt=0, description="peak learning rate of Muon")
@@ -94,6 +107,12 @@ class TrainConfig(StageConfig):
     warmup_share: float = Field(default=0.05, ge=0, lt=1, description="share of steps in linear warm-up")
     schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="after warm-up, down to zero")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradient clipping threshold, L2 norm")
+    init_from: str = Field(
+        default="",
+        description="draft to go on from, in the Speculators format: hub id, directory, URL or runs/<run_name>; its vocabulary "
+        "and norm flags then hold; empty starts afresh",
+    )
+    init_revision: str = Field(default="", description="hub revision of init_from; empty means the default branch")
     head: Literal["target_trained", "target_frozen", "random"] = Field(
         default="target_trained", description="draft head: the target's rows, trained on or frozen, or random"
     )
@@ -102,9 +121,26 @@ class TrainConfig(StageConfig):
     fc_norm: bool = Field(default=False, description="one RMSNorm per aux state")
     norm_output: bool = Field(default=False, description="feed back the normed state instead of the one before the norm")
     validation_rows: int = Field(default=32, ge=0, description="conversations held out of training, chosen by content hash")
+    validate_every: int = Field(default=0, ge=0, description="optimizer steps between validations; 0: at the end of each epoch")
+    keep: Literal["best", "last"] = Field(
+        default="best", description="weights handed on: those of the best held-out acceptance length, or the last"
+    )
     checkpoint_every: int = Field(default=200, ge=1, description="optimizer steps between checkpoints")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto takes the GPU where there is one")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="compute dtype, master weights are float32; auto: bfloat16 on a GPU, float32 on a CPU"
+    )
+    processes: int = Field(default=0, ge=0, description="training processes; 0: one for each GPU, one on a CPU")
+    disk_budget_bytes: int = Field(
+        default=200 << 30, ge=1, description="local disk for chunks streamed from a remote store, bytes, all processes together"
+    )
     seed: int = Field(default=0, description="initialisation and order")
+
+    @property
+    def step_weights(self) -> list[float]:
+        """Loss weight of each TTT step."""
+        decay = self.step_decay or (1.0 if self.ttt_steps <= 3 else 0.8)
+        return [decay**step for step in range(self.ttt_steps)]
 
 
 class ExportConfig(StageConfig):

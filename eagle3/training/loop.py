@@ -113,7 +113,7 @@ def train(
             bar.update(line["step"] - bar.n)
 
         log = MetricLog(out / METRICS, total, done, show)
-        step_weights = torch.tensor([cfg.step_decay**i for i in range(cfg.ttt_steps)], device=device)
+        step_weights = torch.tensor(cfg.step_weights, device=device)
         waited = time.monotonic()
         for batch in read_packs(rows, plan.packs[done:], cfg.pack_tokens, cfg.ttt_steps):
             wait_s = time.monotonic() - waited
