@@ -1,8 +1,8 @@
 """Axis legend and the packed training batch.
 
     T  tokens in a pack, rows laid end to end      S  supervised slots           I  TTT steps
-    A  aux layers      H  hidden size              M  positions with a last hidden state
-    V  target vocabulary      K  draft vocabulary  N  query heads   G  key/value heads   D  head size
+    A  aux layers      H  hidden size              M  positions with a last hidden state   R  rows
+    V  target vocabulary      K  draft vocabulary  N  query heads   G  key/value heads     D  head size
 
 Slot p pairs token t[p+1] with the aux states of p; at TTT step i its label is t[p+2+i] (from 0). Four answer tokens a b c E after
 a prompt token x, loss mask 0 1 1 1 1, three steps; "." is never served and never trained:
@@ -27,9 +27,12 @@ from eagle3.shards import HiddenStateRow
 class PackedBatch:
     """Rows of one pack and the slots that are trained.
 
-    token_ids [T] int64; positions [T] int64, place within the row; row_starts [R + 1] int64; aux [T, A, H]; last [M, H];
-    slots [S] int64, pack positions p trained at step 0, ascending; valid [I, S] bool, True where slot s is trained at step i;
-    last_index [I, S] int64, row of `last` that holds position p + 1 + i (0 where not valid); sample_ids: R ids.
+    token_ids [T] int64; positions [T] int64, place within the row; row_starts [R + 1] int64; aux [T, A, H];
+    slots [S] int64, pack positions p trained at step 0, ascending; slot_rows [S] int64, the row of each;
+    last [S, H], last hidden state at p + 1; valid [I, S] bool, True where slot s is trained at step i; sample_ids: R ids.
+
+    The state that labels slot s at step i, at position p + 1 + i, is last[s + i]: wherever (s, i) is valid, the i positions after p
+    are slots too.
     """
 
     token_ids: Tensor
@@ -38,8 +41,8 @@ class PackedBatch:
     aux: Tensor
     last: Tensor
     slots: Tensor
+    slot_rows: Tensor
     valid: Tensor
-    last_index: Tensor
     sample_ids: list[str]
 
     def fed_ids(self, step: int) -> Tensor:
@@ -50,6 +53,24 @@ class PackedBatch:
         """[I, S] int64: target token ids that each step should guess, t[p + 2 + i]; meaningless where not valid."""
         steps = torch.arange(len(self.valid), device=self.slots.device)[:, None]
         return self.token_ids[(self.slots + 2 + steps).clamp(max=len(self.token_ids) - 1)]
+
+    def slot_weights(self, averaging: str) -> tuple[Tensor, int]:
+        """[S] float32 weight of every slot and the sum of the weights: 1 each, or ("conversation") 1 a row, shared by its slots."""
+        if averaging == "token":
+            return torch.ones(len(self.slots), device=self.slots.device), len(self.slots)
+        counts = torch.bincount(self.slot_rows, minlength=len(self.sample_ids))
+        return 1 / counts[self.slot_rows].float(), int((counts > 0).sum())
+
+    def without_slots(self) -> "PackedBatch":
+        """The same rows, nothing trained: what a process does in a step that has no pack for it."""
+        none = slice(0, 0)
+        kept = {
+            "slots": self.slots[none],
+            "slot_rows": self.slot_rows[none],
+            "valid": self.valid[:, none],
+            "last": self.last[none],
+        }
+        return replace(self, **kept)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Copy to a device."""
@@ -83,32 +104,35 @@ def pack_rows(rows: list[HiddenStateRow], num_steps: int) -> PackedBatch:
     Args:
         rows: at least one conversation; states in any float dtype.
         num_steps: I.
+
+    Raises:
+        ValueError: if a supervised slot has no last hidden state; names the row.
     """
     lengths = torch.tensor([len(r.token_ids) for r in rows])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    total = int(starts[-1])
-    slots, valid, last_positions = [], [], []
-    for row, start in zip(rows, starts.tolist(), strict=False):
+    slots, slot_rows, valid, last = [], [], [], []
+    for number, (row, start) in enumerate(zip(rows, starts.tolist(), strict=False)):
         steps = valid_steps(row.loss_mask, num_steps)
         kept = torch.nonzero(steps[0]).flatten()
+        # A row that is supervised from its first token has a last state at position 0, which labels no slot.
+        labelling = row.last_positions > 0
+        if not torch.equal(row.last_positions[labelling], kept + 1):
+            raise ValueError(
+                f"row {row.sample_id}: last hidden states must stand at the {len(kept)} positions that its loss mask trains, "
+                f"found {int(labelling.sum())}; extract its shard again"
+            )
         slots.append(kept + start)
+        slot_rows.append(torch.full_like(kept, number))
         valid.append(steps[:, kept])
-        last_positions.append(row.last_positions + start)
-    index_of = torch.full((total + num_steps + 1,), -1, dtype=torch.int64)
-    all_last = torch.cat(last_positions)
-    index_of[all_last] = torch.arange(len(all_last))
-    all_slots, all_valid = torch.cat(slots), torch.cat(valid, dim=1)
-    wanted = torch.stack([index_of[all_slots + 1 + i] for i in range(num_steps)])
-    if (wanted[all_valid] < 0).any():
-        raise ValueError("a supervised slot has no last hidden state; the shard's loss mask and last_positions disagree")
+        last.append(row.last[labelling])
     return PackedBatch(
         token_ids=torch.cat([r.token_ids for r in rows]),
         positions=torch.cat([torch.arange(n) for n in lengths.tolist()]),
         row_starts=starts,
         aux=torch.cat([r.aux for r in rows]),
-        last=torch.cat([r.last for r in rows]),
-        slots=all_slots,
-        valid=all_valid,
-        last_index=torch.where(all_valid, wanted, 0),
+        last=torch.cat(last),
+        slots=torch.cat(slots),
+        slot_rows=torch.cat(slot_rows),
+        valid=torch.cat(valid, dim=1),
         sample_ids=[r.sample_id for r in rows],
     )

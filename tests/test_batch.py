@@ -62,16 +62,16 @@ def check_slowly(batch: PackedBatch, rows: list[HiddenStateRow], num_steps: int)
         start += len(mask)
     assert batch.slots.tolist() == [s[0] for s in slots]
     labels = batch.labels()
-    assert labels.shape == batch.valid.shape == batch.last_index.shape == (num_steps, len(slots))
+    assert labels.shape == batch.valid.shape == (num_steps, len(slots))
+    assert len(batch.last) == len(batch.slot_rows) == len(slots)
+    assert [rows[r] for r in batch.slot_rows.tolist()] == [s[2] for s in slots]
     for s, (_, steps, row, p) in enumerate(slots):
         for i, trained in enumerate(steps):
             assert bool(batch.valid[i, s]) == trained
             if trained:
                 assert int(batch.fed_ids(i)[s]) == int(row.token_ids[p + 1 + i])
                 assert int(labels[i, s]) == int(row.token_ids[p + 2 + i])
-                assert float(batch.last[batch.last_index[i, s], 0]) == -float(row.token_ids[p + 1 + i])
-            else:
-                assert int(batch.last_index[i, s]) == 0
+                assert float(batch.last[s + i, 0]) == -float(row.token_ids[p + 1 + i])
 
 
 def random_masks(seed: int) -> list[list[bool]]:
@@ -116,7 +116,7 @@ def test_a_pack_of_its_rows_is_the_rows_packed_alone() -> None:
 def test_a_pack_without_supervised_slots_is_empty_but_whole(masks: list[list[bool]]) -> None:
     batch = pack_rows([make_row(str(i), m, 10 * i) for i, m in enumerate(masks)], 3)
     assert batch.slots.shape == (0,)
-    assert batch.valid.shape == batch.last_index.shape == batch.labels().shape == (3, 0)
+    assert batch.valid.shape == batch.labels().shape == (3, 0)
     assert batch.last.shape == (0, HIDDEN)
     assert len(batch.token_ids) == sum(map(len, masks))
 
@@ -124,7 +124,7 @@ def test_a_pack_without_supervised_slots_is_empty_but_whole(masks: list[list[boo
 def test_a_missing_last_hidden_state_is_an_error() -> None:
     row = make_row("a", [False, True, True, True], 10)
     broken = HiddenStateRow("a", row.token_ids, row.loss_mask, row.aux, row.last[1:], row.last_positions[1:])
-    with pytest.raises(ValueError, match="a supervised slot has no last hidden state"):
+    with pytest.raises(ValueError, match="row a: last hidden states must stand at the 2 positions"):
         pack_rows([broken], 2)
 
 
@@ -134,3 +134,24 @@ def test_moving_to_a_device_keeps_everything() -> None:
     for name, value in vars(batch).items():
         other = getattr(moved, name)
         assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+
+
+def test_conversations_weigh_the_same_whatever_their_length() -> None:
+    rows = [
+        make_row("a", [False, True, True, True, True], 10),
+        make_row("b", [False], 20),
+        make_row("c", [False, True, True], 30),
+    ]
+    batch = pack_rows(rows, 2)
+    weights, total = batch.slot_weights("conversation")
+    assert weights.tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1.0])
+    assert total == 2
+    assert batch.slot_weights("token")[0].tolist() == [1.0] * 4
+    assert batch.slot_weights("token")[1] == 4
+
+
+def test_a_pack_without_its_slots_keeps_its_rows() -> None:
+    batch = pack_rows([make_row("a", [False, True, True, True], 10)], 2).without_slots()
+    assert batch.slots.shape == batch.slot_rows.shape == (0,)
+    assert batch.valid.shape == (2, 0)
+    assert len(batch.token_ids) == len(batch.aux) == 4

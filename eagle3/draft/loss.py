@@ -1,9 +1,15 @@
-"""KL divergence from the target's next-token distribution to the draft's, over the draft vocabulary, in chunks of slots.
+"""Losses between the target's next-token distribution and the draft's, over the draft vocabulary, in chunks of slots.
 
-The target distribution of slot p at step i is softmax(head(norm(last[p + 1 + i]))) restricted to the draft vocabulary and
-renormalised; tokens outside it are misses in every accuracy (ttt.find_hits). The gradient of the head input (and of a trained
-head) is formed in the same pass, so no [slots, K] tensor outlives its chunk, and the target's softmax of a position is made
-once for all steps that use it.
+With p the target's distribution of a (slot, step) pair, restricted to the draft vocabulary and renormalised, q the draft's, and
+p' = p · coverage the target's before renormalising:
+
+    kl         KL(p, q)                                                 gradient of the logits  q - p
+    lk_hybrid  λ KL(p, q) + (1 - λ) (1 - α),  α = Σ min(p', q)           λ (q - p) + (1 - λ) q (Σ q g - g),  g = [q < p']
+
+α is the probability that speculative sampling accepts the draft's token, 1 - α the total variation, λ = exp(-η α) a constant of
+each pair. The gradient of the head input (and of a trained head) is formed in the same pass, so no [slots, K] tensor outlives its
+chunk, and the target's softmax of a position is made once for all steps: slot s at step i is labelled by last[s + i]
+(batch.PackedBatch). Tokens outside the draft vocabulary are misses in every accuracy (ttt.find_hits).
 """
 
 from dataclasses import dataclass
@@ -15,53 +21,84 @@ from torch.nn import functional as F
 
 from eagle3.batch import PackedBatch
 
-CHUNK_SLOTS = 512
+# Logits that exist at once in each of the four buffers of a chunk: 8 MiB in float32 on a CPU, to stay near its cache; 256 MiB on a
+# GPU, to keep it busy.
+CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
 class TargetHead:
-    """The frozen side of the loss: norm gain [H], epsilon, head rows of the draft vocabulary [K, H], target ids [K] int64."""
+    """The frozen side of the loss: norm gain [H], epsilon, head rows of the draft vocabulary [K, H], its target ids [K] int64, and
+    the whole head [V, H]; rows and head in the compute dtype."""
 
     norm_weight: Tensor
     norm_eps: float
     rows: Tensor
     target_ids: Tensor
+    head: Tensor
+
+    def normed(self, last: Tensor) -> Tensor:
+        """last [S, H] any float dtype -> head input [S, H] in the compute dtype."""
+        return F.rms_norm(last.to(self.rows.dtype), self.norm_weight.shape, self.norm_weight, self.norm_eps)
 
 
 @dataclass(frozen=True)
 class UnrollLoss:
-    """loss [] at least float32, with gradient; per_step [I], summed KL (nats) of each step's valid slots, no gradient;
-    argmax [I, S] int64, the draft's first choice as a target token id."""
+    """loss [], summed over pairs, at least float32, with gradient; per_step [I], summed loss of each step's valid slots without
+    weights, no gradient; argmax [I, S] int64, the draft's first choice as a target token id."""
 
     loss: Tensor
     per_step: Tensor
     argmax: Tensor
 
 
+def chunk_slots(vocab_size: int, device: torch.device) -> int:
+    """Slots whose logits are made at once."""
+    return max(16, CHUNK_ELEMENTS.get(device.type, 1 << 21) // vocab_size)
+
+
 def unroll_loss(
-    states: Tensor, head: Tensor, batch: PackedBatch, target: TargetHead, step_weights: Tensor, denominator: float
+    states: Tensor, head: Tensor, batch: PackedBatch, target: TargetHead, weights: Tensor, lk_eta: float | None = None
 ) -> UnrollLoss:
-    """Weighted KL over all valid (slot, step) pairs, divided by `denominator`.
+    """Weighted sum of the loss over all valid (slot, step) pairs.
 
     Args:
-        states: [I, S, H] normed draft states (ttt.unroll).
-        head: [K, H] draft head.
-        batch: pack; `valid` and `last_index` say which pairs count and which target state belongs to each.
+        states: [I, S, H] normed draft states (ttt.unroll), compute dtype.
+        head: [K, H] draft head, float32 or the compute dtype.
+        batch: pack; `valid` says which pairs count.
         target: the target's head.
-        step_weights: [I] float32.
-        denominator: supervised slots of the whole optimizer step.
-
-    Returns:
-        The loss in float32, its parts, and the draft's choices.
+        weights: [I, S] float32 weight of every pair; pairs that are not valid must have 0.
+        lk_eta: None for kl, η for lk_hybrid.
     """
-    weights = batch.valid * (step_weights[:, None] / denominator)
-    last = F.rms_norm(batch.last.to(target.rows.dtype), target.norm_weight.shape, target.norm_weight, target.norm_eps)
-    loss, per_step, choice = HeadLoss.apply(states, head, last, target.rows, batch.last_index, batch.valid, weights)
+    last = target.normed(batch.last)
+    covered = coverage(last, target) if lk_eta is not None else None
+    loss, per_step, choice = HeadLoss.apply(states, head, last, target.rows, covered, batch.valid, weights, lk_eta or 0.0)
     return UnrollLoss(loss, per_step, target.target_ids[choice])
 
 
+@torch.no_grad()
+def coverage(last: Tensor, target: TargetHead) -> Tensor:
+    """Probability mass that the target gives to the draft vocabulary.
+
+    Args:
+        last: [S, H] normed last hidden states (TargetHead.normed).
+
+    Returns:
+        [S] at least float32; 1 where the draft vocabulary is the target's.
+    """
+    wide = torch.promote_types(last.dtype, torch.float32)
+    covered = torch.ones(len(last), device=last.device, dtype=wide)
+    if len(target.rows) == len(target.head):
+        return covered
+    for chunk in torch.arange(len(last), device=last.device).split(chunk_slots(len(target.head), last.device)):
+        x = last[chunk]
+        inside, everything = (torch.logsumexp((x @ rows.T).to(wide), -1) for rows in (target.rows, target.head))
+        covered[chunk] = (inside - everything).exp()
+    return covered
+
+
 class HeadLoss(torch.autograd.Function):
-    """Chunked head, softmax and KL; backward only scales the gradients that forward made."""
+    """Chunked head, softmax and loss; backward only scales the gradients that forward made."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -70,38 +107,47 @@ class HeadLoss(torch.autograd.Function):
         head: Tensor,
         last: Tensor,
         rows: Tensor,
-        last_index: Tensor,
+        covered: Tensor | None,
         valid: Tensor,
         weights: Tensor,
+        lk_eta: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_steps, num_slots, _ = states.shape
         wide = torch.promote_types(states.dtype, torch.float32)
+        compute_head = head.to(states.dtype)
         need_states, need_head = ctx.needs_input_grad[0], ctx.needs_input_grad[1]  # type: ignore[attr-defined]
         d_states = torch.zeros_like(states) if need_states else None
         d_head = torch.zeros_like(head) if need_head else None
         per_step = torch.zeros(num_steps, device=states.device, dtype=wide)
         loss = torch.zeros((), device=states.device, dtype=wide)
         choice = torch.zeros(num_steps, num_slots, dtype=torch.int64, device=states.device)
-        for a in range(0, num_slots, CHUNK_SLOTS):
-            chunk = slice(a, min(a + CHUNK_SLOTS, num_slots))
-            used, where = torch.unique(last_index[:, chunk], return_inverse=True)
-            log_p = torch.log_softmax((last[used] @ rows.T).to(wide), -1)
-            p = log_p.exp()
-            entropy = -(p * log_p).sum(-1)
+        size = min(chunk_slots(len(head), states.device), max(num_slots, 1))
+        # One set of buffers for all chunks: on a CPU fresh pages cost more than the arithmetic on them.
+        shape = (size + num_steps - 1, len(head))
+        target_logits, p, logits, q = (torch.empty(shape, device=states.device, dtype=wide) for _ in range(4))
+        for a in range(0, num_slots, size):
+            b = min(a + size, num_slots)
+            labelling = slice(a, min(b + num_steps - 1, num_slots))
+            neg_entropy = _target_softmax(_logits(last[labelling], rows, target_logits), p)
             for i in range(num_steps):
-                x = states[i, chunk]
-                logits = (x @ head.T).to(wide)
-                choice[i, chunk] = logits.argmax(-1)
-                lse = torch.logsumexp(logits, -1)
-                p_i, at = p[where[i]], where[i]
-                kl = (lse - (p_i * logits).sum(-1) - entropy[at]) * valid[i, chunk]
-                per_step[i] += kl.sum()
-                loss += (kl * weights[i, chunk]).sum()
-                grad = logits.sub_(lse[:, None]).exp_().sub_(p_i).mul_(weights[i, chunk, None]).to(x.dtype)
+                # The last slots of a pack have no last[s + i]: they are not valid at that step.
+                end = min(b, num_slots - i)
+                if end <= a:
+                    break
+                chunk, at = slice(a, end), slice(i, i + end - a)
+                x, w = states[i, chunk], weights[i, chunk]
+                pair, choice[i, chunk], grad = _kl_and_gradient(_logits(x, compute_head, logits), p[at], neg_entropy[at], q)
+                if covered is not None:
+                    mass = covered[a + i : end + i]
+                    pair, grad = _lk_hybrid(pair, grad, p[at], mass, lk_eta)
+                per_step[i] += (pair * valid[i, chunk]).sum()
+                loss += (pair * w).sum()
+                grad = grad.to(x.dtype)
                 if d_states is not None:
-                    d_states[i, chunk] = grad @ head
+                    d_states[i, chunk] = (grad @ compute_head) * w[:, None]
                 if d_head is not None:
-                    d_head.addmm_(grad.T, x)
+                    weighted = (x * w[:, None]).to(x.dtype)
+                    d_head.add_(grad.T @ weighted) if head.dtype != x.dtype else d_head.addmm_(grad.T, weighted)
         ctx.save_for_backward(d_states, d_head)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(per_step, choice)  # type: ignore[attr-defined]
         return loss, per_step, choice
@@ -109,4 +155,40 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         d_states, d_head = ctx.saved_tensors  # type: ignore[attr-defined]
-        return d_states * grad, None if d_head is None else d_head * grad, None, None, None, None, None
+        scaled = [None if d is None else d * grad.to(d.dtype) for d in (d_states, d_head)]
+        return *scaled, None, None, None, None, None, None
+
+
+def _logits(x: Tensor, head: Tensor, buffer: Tensor) -> Tensor:
+    """x [C, H] times head [K, H], in the buffer's dtype and memory."""
+    out = buffer[: len(x)]
+    return torch.mm(x, head.T, out=out) if x.dtype == out.dtype else out.copy_(x @ head.T)
+
+
+def _target_softmax(logits: Tensor, p: Tensor) -> Tensor:
+    """Fill the head of p with softmax(logits) [C, K]; returns Σ p log p [C]."""
+    p = p[: len(logits)]
+    top = logits.amax(-1)
+    torch.softmax(logits, -1, out=p)
+    return torch.linalg.vecdot(p, logits) - top + p.amax(-1).log()
+
+
+def _kl_and_gradient(logits: Tensor, p: Tensor, neg_entropy: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """KL(p, softmax(logits)) [C], the argmax [C], and q - p [C, K] in the memory of q."""
+    q = q[: len(logits)]
+    top, choice = logits.max(-1)
+    torch.softmax(logits, -1, out=q)
+    lse = top - q.gather(1, choice[:, None])[:, 0].log()
+    kl = neg_entropy + lse - torch.linalg.vecdot(p, logits)
+    return kl, choice, q.sub_(p)
+
+
+def _lk_hybrid(kl: Tensor, kl_grad: Tensor, p: Tensor, covered: Tensor, eta: float) -> tuple[Tensor, Tensor]:
+    """Blend the total variation into KL [C] and its gradient q - p [C, K]; see the module docstring."""
+    q = kl_grad + p
+    below = q < p * covered[:, None]
+    alpha = torch.where(below, q, p * covered[:, None]).sum(-1)
+    share = torch.exp(-eta * alpha)[:, None]
+    gain = q * below
+    grad = share * kl_grad + (1 - share) * (q * gain.sum(-1, keepdim=True) - gain)
+    return share[:, 0] * kl + (1 - share[:, 0]) * (1 - alpha), grad

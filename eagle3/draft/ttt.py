@@ -5,20 +5,21 @@ own state of step i - 1, at RoPE position p + i, and adds one key and value that
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagle3.batch import PackedBatch
-from eagle3.draft.attention import unroll_attention
-from eagle3.draft.loss import CHUNK_SLOTS
+from eagle3.draft.attention import StepZeroKeys, unroll_attention
+from eagle3.draft.loss import chunk_slots
 from eagle3.draft.model import DraftLayer, Eagle3Draft
 
 
-def unroll(draft: Eagle3Draft, batch: PackedBatch) -> Tensor:
+def unroll(draft: Eagle3Draft, batch: PackedBatch, keys: StepZeroKeys | None = None) -> Tensor:
     """Run the draft over a pack.
 
     Args:
         draft: the draft.
         batch: S supervised slots, I steps.
+        keys: what the slots see, where the caller has worked it out from the pack on the CPU already.
 
     Returns:
         [I, S, H] normed states: lm_head of entry [i, s] are the logits for batch.labels()[i, s]. Entries that are not
@@ -27,6 +28,7 @@ def unroll(draft: Eagle3Draft, batch: PackedBatch) -> Tensor:
     layer = draft.layers[0]
     assert isinstance(layer, DraftLayer)
     attention, slots = layer.self_attn, batch.slots
+    keys = keys or StepZeroKeys.of(slots.cpu(), batch.row_starts.cpu(), slots.device)
     next_ids = batch.token_ids.roll(-1)  # the last position of a row gets a foreign token; no slot of the row sees its key
     x, residual = layer.attention_input(draft.embed(next_ids), draft.combine_aux(batch.aux))
     k0, v0 = attention.keys_values(x, batch.positions, draft.rope)
@@ -41,22 +43,35 @@ def unroll(draft: Eagle3Draft, batch: PackedBatch) -> Tensor:
             k, v = attention.keys_values(x, positions, draft.rope)
             own_k, own_v = torch.cat([own_k, k[None]]), torch.cat([own_v, v[None]])
         q = attention.queries(x, positions, draft.rope)
-        pre = layer.finish(residual, unroll_attention(q, k0, v0, own_k, own_v, slots, batch.row_starts))
+        pre = layer.finish(residual, unroll_attention(q, k0, v0, own_k, own_v, keys))
         states.append(draft.norm(pre))
     return torch.stack(states)
 
 
-def guess(draft: Eagle3Draft, states: Tensor, target_ids: Tensor) -> Tensor:
+class Unroll(nn.Module):
+    """`unroll` as a module, for what works on modules: casting weights for one call, and torch's data parallelism."""
+
+    def __init__(self, draft: Eagle3Draft) -> None:
+        super().__init__()
+        self.draft = draft
+
+    def forward(self, batch: PackedBatch, keys: StepZeroKeys) -> Tensor:
+        return unroll(self.draft, batch, keys)
+
+
+def guess(states: Tensor, head: Tensor, target_ids: Tensor) -> Tensor:
     """The draft's first choices as target token ids.
 
     Args:
         states: [I, S, H] from `unroll`.
+        head: [K, H] draft head, dtype of states.
         target_ids: [K] int64 target ids of the draft vocabulary.
 
     Returns:
         [I, S] int64.
     """
-    steps = [torch.cat([draft.lm_head(x).argmax(-1) for x in step.split(CHUNK_SLOTS)]) for step in states]
+    size = chunk_slots(len(target_ids), states.device)
+    steps = [torch.cat([(x @ head.T).argmax(-1) for x in step.split(size)]) for step in states]
     return target_ids[torch.stack(steps)]
 
 

@@ -146,7 +146,7 @@ def predict_acceptance(
         for row, length, captured in zip(rows, lengths, read_hidden_states(f"{scratch}/states"), strict=True):
             batch = pack_rows([captured], cfg.num_speculative_tokens)
             with torch.no_grad():
-                hits = find_hits(guess(draft, unroll(draft, batch), target_ids), batch)
+                hits = find_hits(guess(unroll(draft, batch), draft.lm_head.weight, target_ids), batch)
             by_position = torch.zeros(len(hits), len(captured.token_ids), dtype=torch.bool)
             by_position[:, batch.slots] = hits
             first = len(row.token_ids)

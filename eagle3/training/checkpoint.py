@@ -1,25 +1,44 @@
-"""Resumable checkpoints: one safetensors file with trained weights, optimizer state and the step; atomic, nothing pickled.
+"""Resumable checkpoints: one safetensors file, atomic, nothing pickled, nothing that can be made again.
 
-The data position is the step (loader.plan_packs is a pure function of seed and epoch) and no random number is drawn after the
-initialisation, so step, weights and optimizer state go on bit for bit.
+It holds the trained weights and optimizer state in their own precision, the best weights so far, the metrics so far and the step.
+The data position is the step (plan.py is a pure function of data and settings) and no random number is drawn after the
+initialisation, so there is no generator state to keep: a run that goes on from it ends with the same weights bit for bit on a CPU.
+Frozen tensors are not in it.
 """
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
 
 
+@dataclass(frozen=True)
+class Progress:
+    """step: optimizer steps done. best: trained weights of the best validation so far, on the CPU, {} before the first.
+    best_length: its acceptance length. metrics: content of the metrics file."""
+
+    step: int
+    best: dict[str, Tensor]
+    best_length: float
+    metrics: bytes
+
+
+def trained_tensors(draft: nn.Module) -> dict[str, Tensor]:
+    """Copies of the trained parameters, on the CPU."""
+    return {name: p.detach().cpu().clone() for name, p in draft.named_parameters() if p.requires_grad}
+
+
 def save_checkpoint(
-    path: Path, draft: nn.Module, optimizers: dict[str, torch.optim.Optimizer], step: int, plan_digest: str
+    path: Path, draft: nn.Module, optimizers: dict[str, torch.optim.Optimizer], progress: Progress, plan_digest: str
 ) -> None:
-    """Write the state after `step` optimizer steps, whole or not at all.
+    """Write everything, whole or not at all.
 
     plan_digest: identity of data and settings; `load_checkpoint` refuses another one.
     """
@@ -28,35 +47,40 @@ def save_checkpoint(
     for kind, optimizer in optimizers.items():
         for parameter, state in optimizer.state.items():
             tensors |= {f"{kind}/{names[id(parameter)]}/{key}": value for key, value in state.items()}
+    tensors |= {f"best/{name}": tensor for name, tensor in progress.best.items()}
+    tensors["metrics"] = torch.frombuffer(bytearray(progress.metrics or b"\n"), dtype=torch.uint8)
+    metadata = {"step": json.dumps(progress.step), "best_length": json.dumps(progress.best_length), "plan_digest": plan_digest}
     part = path.with_name(path.name + ".part")
-    contiguous = {name: t.contiguous().cpu() for name, t in tensors.items()}
-    save_file(contiguous, part, metadata={"step": json.dumps(step), "plan_digest": plan_digest})
+    save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, part, metadata=metadata)
     with open(part, "rb") as f:
         os.fsync(f.fileno())
     part.replace(path)
 
 
-def load_checkpoint(path: Path, draft: nn.Module, optimizers: dict[str, torch.optim.Optimizer], plan_digest: str) -> int:
+def load_checkpoint(path: Path, draft: nn.Module, optimizers: dict[str, torch.optim.Optimizer], plan_digest: str) -> Progress:
     """Restore weights and optimizer state in place.
 
-    Returns:
-        Optimizer steps done.
-
     Raises:
-        ValueError: if the checkpoint belongs to other data or settings.
+        ValueError: if the file is not whole, or belongs to other data or settings.
     """
     parameters = dict(draft.named_parameters())
-    with safe_open(path, framework="pt") as f:
-        metadata = f.metadata()
-        if metadata["plan_digest"] != plan_digest:
-            raise ValueError(f"{path} belongs to other data or settings; remove it to start afresh")
-        for key in f.keys():  # noqa: SIM118 (safe_open is not a mapping)
-            kind, name = key.split("/", 1)
-            if kind == "draft":
-                with torch.no_grad():
-                    parameters[name].copy_(f.get_tensor(key))
-                continue
-            name, slot = name.rsplit("/", 1)
-            optimizers[kind].state[parameters[name]][slot] = f.get_tensor(key).to(parameters[name].device)
-    step: int = json.loads(metadata["step"])
-    return step
+    best: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt") as f:
+            metadata = f.metadata()
+            if metadata["plan_digest"] != plan_digest:
+                raise ValueError(f"{path} belongs to other data or settings; remove it to start afresh")
+            metrics = bytes(f.get_tensor("metrics").numpy())
+            for key in f.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                kind, _, name = key.partition("/")
+                if kind == "best":
+                    best[name] = f.get_tensor(key)
+                elif kind == "draft":
+                    with torch.no_grad():
+                        parameters[name].copy_(f.get_tensor(key))
+                elif kind in optimizers:
+                    name, slot = name.rsplit("/", 1)
+                    optimizers[kind].state[parameters[name]][slot] = f.get_tensor(key).to(parameters[name].device)
+    except (SafetensorError, OSError) as e:
+        raise ValueError(f"{path} is not a whole checkpoint ({e}); remove it to start afresh") from e
+    return Progress(json.loads(metadata["step"]), best, json.loads(metadata["best_length"]), metrics)

@@ -17,7 +17,9 @@ from eagle3.shards import HiddenStateReader, HiddenStateRow
 WINDOW_ROWS = 256
 
 
-def plan_packs(lengths: list[int], rows: list[int], pack_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+def plan_packs(
+    lengths: list[int], chunk_of, rows: list[int], pack_tokens: int, seed: int, epoch: int, shuffle_chunks: int = 1
+) -> list[list[int]]:
     """Group rows into packs of at most `pack_tokens` tokens (longer rows count as cut to that).
 
     Args:
@@ -67,7 +69,8 @@ def cut_row(row: HiddenStateRow, max_tokens: int) -> HiddenStateRow:
 class ShardRows:
     """Random access to the rows of several hidden-state shards, memory-mapped, numbered in shard order."""
 
-    def __init__(self, shard_dirs: list[str]) -> None:
+    def __init__(self, shard_dirs: list[str], cache_dir=None, cache_bytes=0) -> None:
+        self.chunk_of = []
         self.readers = [HiddenStateReader(d) for d in shard_dirs]
         self.where = [(reader, r) for reader in self.readers for r in range(len(reader.lengths))]
         self.lengths = [reader.lengths[r] for reader, r in self.where]

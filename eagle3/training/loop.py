@@ -1,14 +1,14 @@
-"""The training run: shards and vocabulary in, draft out; resumes from its own checkpoint.
+"""The training run: shards and vocabulary in, draft out; goes on from its own checkpoint.
 
-One pack is one optimizer step. The loss of a step is the sum over TTT steps of weight · KL, divided by the
-pack's supervised slots.
+plan the packs -> for every step: read its packs, train_step, log -> validate, keep the best -> checkpoint -> draft.safetensors
 """
 
-import itertools
 import json
 import logging
+import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,171 +19,177 @@ from tqdm import tqdm
 
 from eagle3.batch import PackedBatch
 from eagle3.config import TrainConfig
-from eagle3.draft.acceptance import AcceptanceCounts, walk_batch
-from eagle3.draft.loss import TargetHead, unroll_loss
-from eagle3.draft.model import DraftConfig, Eagle3Draft, init_draft
-from eagle3.draft.ttt import find_hits, guess, unroll
+from eagle3.draft.acceptance import walk_batch
+from eagle3.draft.loss import TargetHead
+from eagle3.draft.model import DraftConfig, Eagle3Draft, init_draft, load_exported
 from eagle3.shards import digest_of
 from eagle3.target.weights import TargetTensors, load_target_tensors
-from eagle3.training.checkpoint import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
-from eagle3.training.loader import ShardRows, plan_packs, read_packs
-from eagle3.training.metrics import MetricLog, by_step
+from eagle3.training.checkpoint import CHECKPOINT_NAME, Progress, load_checkpoint, save_checkpoint, trained_tensors
+from eagle3.training.distributed import Ranks
+from eagle3.training.launch import Preempted, TrainJob
+from eagle3.training.loader import ShardRows, read_packs
+from eagle3.training.metrics import MetricLog
 from eagle3.training.optimizer import learning_rate_factor, make_optimizers, set_learning_rate
+from eagle3.training.plan import Plan, make_plan
+from eagle3.training.step import Objective, Trainer, judge, train_step
 from eagle3.vocab import load_vocab
 
 logger = logging.getLogger(__name__)
 DRAFT_WEIGHTS, DRAFT_CONFIG, METRICS = "draft.safetensors", "draft.json", "metrics.jsonl"
+ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the run will do.
-
-    packs: row numbers, one pack per optimizer step. epoch_ends: steps after which an epoch is over. validation: packs of rows
-    that are never trained on. digest: identity of data and settings.
-    """
-
-    packs: list[list[int]]
-    epoch_ends: list[int]
-    validation: list[list[int]]
-    digest: str
-
-
-def make_plan(rows: ShardRows, cfg: TrainConfig, extra: str) -> Plan:
-    """Plan every epoch's packs from the row lengths.
-
-    Raises:
-        ValueError: if no row is left to train on.
-    """
-    training, validating = rows.split(cfg.validation_rows)
-    if not training:
-        raise ValueError(f"{len(rows.lengths)} rows leave none to train on; add prompts or lower train.validation_rows")
-    epochs = [plan_packs(rows.lengths, training, cfg.pack_tokens, cfg.seed, epoch) for epoch in range(cfg.epochs)]
-    packs = [pack for epoch in epochs for pack in epoch]
-    epoch_ends = list(itertools.accumulate(len(epoch) for epoch in epochs))
-    validation = plan_packs(rows.lengths, validating, cfg.pack_tokens, cfg.seed, 0)
-    identity = digest_of(cfg.model_dump_json(), extra, *rows.sample_ids, *map(str, rows.lengths))
-    return Plan(packs, epoch_ends, validation, identity)
-
-
-def train(
-    shard_dirs: list[str],
-    vocab_path: str,
-    target_dir: str,
-    cfg: TrainConfig,
-    layer_ids: list[int],
-    out_dir: str,
-    stop_after: int | None = None,
-) -> None:
-    """Train a draft and write draft.safetensors, draft.json and metrics.jsonl into out_dir.
+def train(job: TrainJob, ranks: Ranks = ALONE, should_stop: Callable[[int], bool] = lambda step: False) -> None:
+    """Train a draft and write draft.safetensors, draft.json and metrics.jsonl into job.out_dir.
 
     Args:
-        shard_dirs: hidden-state shards, in order.
-        vocab_path: vocab.safetensors.
-        target_dir: the target's files; only embedding, final norm and head are read.
-        cfg: settings.
-        layer_ids: aux layers of the shards, ascending.
-        out_dir: also holds the checkpoint; a run that finds one there goes on from it.
-        stop_after: end after this many optimizer steps with a checkpoint, as if preempted.
+        job: inputs and settings; out_dir also holds the checkpoint, and a run that finds one there goes on from it.
+        ranks: this process among those that train together.
+        should_stop: asked with the number of steps done before each step.
 
     Raises:
-        ValueError: on shards, vocabulary and target that do not fit together.
-        FloatingPointError: on a non-finite loss or gradient, before it reaches the weights; names the conversations of the pack.
+        Preempted: when should_stop says so; a checkpoint has been saved.
+        ValueError: on shards, vocabulary, target and initial draft that do not fit together.
+        FloatingPointError: on a non-finite loss or gradient, before it reaches a checkpoint; names the conversations of the pack.
     """
-    device = torch.device("cuda" if cfg.device == "auto" and torch.cuda.is_available() else cfg.device.replace("auto", "cpu"))
-    out = Path(out_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    vocab = load_vocab(vocab_path)
-    target = load_target_tensors(target_dir)
-    target_ids = vocab.target_ids
-    config = DraftConfig.from_target(target.config, layer_ids, len(target_ids), cfg)
-    draft = init_draft(config, target, target_ids, cfg).to(device)
-    head = _target_head(target, target_ids, device)
-    optimizers = make_optimizers(draft, cfg)
-    rows = ShardRows(shard_dirs)
-    plan = make_plan(rows, cfg, json.dumps(config.to_dict()) + vocab.digest)
-    checkpoint = out / CHECKPOINT_NAME
-    done = load_checkpoint(checkpoint, draft, optimizers, plan.digest) if checkpoint.exists() else 0
-    total = len(plan.packs)
-    logger.info("training %d steps, %d done, %d rows, device %s", total, done, len(rows.lengths), device)
-    with tqdm(total=total, initial=done, desc="train_draft", unit="step", mininterval=2) as bar:
+    with tempfile.TemporaryDirectory(prefix="chunks-", dir=_made(job.out_dir)) as cache_dir:
+        rows = ShardRows(job.shard_dirs, Path(cache_dir), job.cfg.disk_budget_bytes // ranks.size)
+        trainer, identity = make_trainer(job, ranks)
+        plan = make_plan(rows, job.cfg, identity)
+        run(trainer, plan, rows, Path(job.out_dir), should_stop)
+
+
+def make_trainer(job: TrainJob, ranks: Ranks) -> tuple[Trainer, str]:
+    """Build draft, loss and optimizers on this process's device.
+
+    Returns:
+        The trainer, and the identity of everything but data and settings that decides the result.
+    """
+    cfg = job.cfg
+    dtype = torch.bfloat16 if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and ranks.device.type == "cuda") else torch.float32
+    vocab = load_vocab(job.vocab_path)
+    target = load_target_tensors(job.target_dir, dtype)
+    draft = make_draft(job, target, vocab.target_ids).to(ranks.device)
+    lk_eta = cfg.lk_eta if cfg.loss == "lk_hybrid" else None
+    objective = Objective(draft, target_head(target, vocab.target_ids, ranks.device), dtype, lk_eta)
+    initial = digest_of(*(p.detach().cpu().numpy().tobytes() for p in draft.parameters())) if job.init_dir else ""
+    identity = digest_of(str(draft.config.to_dict()), vocab.digest, initial)
+    return Trainer.of(objective, make_optimizers(draft, cfg), ranks, cfg), identity
+
+
+def make_draft(job: TrainJob, target: TargetTensors, target_ids: Tensor) -> Eagle3Draft:
+    """A new draft for the target, or the one in job.init_dir with its flags; parameters float32.
+
+    Raises:
+        ValueError: if the initial draft has another vocabulary.
+    """
+    if not job.init_dir:
+        config = DraftConfig.from_target(target.config, job.layer_ids, len(target_ids), job.cfg)
+        return init_draft(config, target, target_ids, job.cfg)
+    draft, ids = load_exported(job.init_dir, target.embedding)
+    if not torch.equal(ids, target_ids):
+        raise ValueError(
+            f"{job.init_dir} drafts other tokens than {job.vocab_path}; a draft is trained on with its own vocabulary"
+        )
+    draft.config = replace(draft.config, target_architectures=target.config.get("architectures") or [])
+    draft.lm_head.weight.requires_grad_(job.cfg.head != "target_frozen")
+    return draft
+
+
+def target_head(target: TargetTensors, target_ids: Tensor, device: torch.device) -> TargetHead:
+    """The target's side of the loss, on a device."""
+    head = target.head.to(device)
+    return TargetHead(target.norm_weight.to(device), target.norm_eps, head[target_ids], target_ids.to(device), head)
+
+
+def run(trainer: Trainer, plan: Plan, rows: ShardRows, out: Path, should_stop: Callable[[int], bool]) -> None:
+    """Take the steps that are left, then write the draft."""
+    ranks, cfg, draft, total = trainer.ranks, trainer.cfg, trainer.objective.unrolled.draft, len(plan.steps)
+    path = out / CHECKPOINT_NAME
+    progress = Progress(0, {}, 0.0, b"")
+    if path.exists():
+        progress = load_checkpoint(path, draft, trainer.optimizers, plan.digest)
+    done = progress.step
+    logger.info("%d of %d steps done, %d rows, %d processes, %s", done, total, len(rows.lengths), ranks.size, ranks.device)
+    with tqdm(total=total, initial=done, desc="train_draft", unit="step", mininterval=2, disable=ranks.rank > 0) as bar:
 
         def show(line: dict[str, Any]) -> None:
             bar.set_postfix_str(f"loss {line['loss']:.3f}, {line['supervised_per_s']:.0f} supervised tok/s", refresh=False)
             bar.update(line["step"] - bar.n)
 
-        log = MetricLog(out / METRICS, total, done, show)
-        step_weights = torch.tensor(cfg.step_weights, device=device)
-        waited = time.monotonic()
-        for batch in read_packs(rows, plan.packs[done:], cfg.pack_tokens, cfg.ttt_steps):
-            wait_s = time.monotonic() - waited
-            set_learning_rate(optimizers, learning_rate_factor(done, total, cfg))
-            figures = train_step(draft, batch.to(device), head, step_weights, optimizers, cfg.max_grad_norm)
+        log = MetricLog(out / METRICS if ranks.rank == 0 else None, total, done, show, progress.metrics)
+
+        def save() -> None:
+            log.flush()
+            if ranks.rank == 0:
+                state = Progress(done, progress.best, progress.best_length, log.text())
+                save_checkpoint(path, draft, trainer.optimizers, state, plan.digest)
+
+        for batches, wait_s in step_batches(rows, plan, done, ranks, cfg):
+            if ranks.any(should_stop(done)):
+                save()
+                raise Preempted(f"stopped after {done} of {total} steps; run again to go on")
+            started = time.process_time()
+            factor = learning_rate_factor(done, total, cfg)
+            set_learning_rate(trainer.optimizers, factor)
+            figures = train_step(trainer, batches)
+            hits = figures.pop("hits")
             done += 1
-            rate = next(iter(optimizers.values())).param_groups[0]["lr"]
-            if done in plan.epoch_ends and plan.validation:
-                figures["validation_acceptance_length"] = validate(draft, rows, plan, cfg, target_ids.to(device), device)
-            log.add(done, **figures, learning_rate=rate, tokens=len(batch.token_ids), data_wait_s=round(wait_s, 4))
-            if done % cfg.checkpoint_every == 0 or done in (total, stop_after):
-                log.flush()
-                save_checkpoint(checkpoint, draft, optimizers, done, plan.digest)
-            if done == stop_after:
-                return
-            waited = time.monotonic()
-    write_draft(draft, out)
+            if log.is_due(done):
+                figures["acceptance_length"] = walk_batch(hits, batches[-1]).acceptance_length
+            if done in plan.validate_after:
+                judged = validate(trainer, plan, rows)
+                figures |= judged
+                progress = keep_best(progress, draft, judged["validation_acceptance_length"])
+            ids = [row for batch in batches for row in batch.sample_ids]
+            rate = cfg.learning_rate * factor
+            cpu_s = round(time.process_time() - started, 4)
+            log.add(done, ids, **figures, learning_rate=rate, wait_s=wait_s, cpu_s=cpu_s)
+            if done % cfg.checkpoint_every == 0 or done == total:
+                save()
+    if ranks.rank == 0:
+        write_draft(draft, progress.best if cfg.keep == "best" else {}, out)
 
 
-def _target_head(target: TargetTensors, target_ids: Tensor, device: torch.device) -> TargetHead:
-    rows = target.head[target_ids].to(device)
-    return TargetHead(target.norm_weight.to(device), target.norm_eps, rows, target_ids.to(device))
+def step_batches(
+    rows: ShardRows, plan: Plan, done: int, ranks: Ranks, cfg: TrainConfig
+) -> Iterator[tuple[list[PackedBatch], float]]:
+    """This process's packs of every step from `done` on, and the seconds that it waited for them.
+
+    Where a step has no pack for it, it gets the step's first without its slots: every process must take part in every step.
+    """
+    mine = [plan.packs_of(step, ranks.rank, ranks.size) for step in range(done, len(plan.steps))]
+    filled = [packs or plan.steps[done + i][:1] for i, packs in enumerate(mine)]
+    packs = read_packs(rows, [pack for step in filled for pack in step], cfg.pack_tokens, cfg.ttt_steps)
+    for own, step in zip(mine, filled, strict=True):
+        started = time.monotonic()
+        batches = [next(packs) for _ in step]
+        wait_s = time.monotonic() - started
+        yield (batches if own else [batch.without_slots() for batch in batches]), wait_s
 
 
-def train_step(
-    draft: Eagle3Draft,
-    batch: PackedBatch,
-    head: TargetHead,
-    step_weights: Tensor,
-    optimizers: dict[str, torch.optim.Optimizer],
-    max_grad_norm: float,
-) -> dict[str, Any]:
-    """One optimizer step on one pack; returns its figures as tensors."""
-    states = unroll(draft, batch)
-    result = unroll_loss(states, draft.lm_head.weight, batch, head, step_weights, max(1, len(batch.slots)))
-    for optimizer in optimizers.values():
-        optimizer.zero_grad(set_to_none=True)
-    result.loss.backward()
-    trained = [p for p in draft.parameters() if p.requires_grad]
-    norm = torch.nn.utils.clip_grad_norm_(trained, max_grad_norm)
-    if not torch.isfinite(result.loss + norm):
-        raise FloatingPointError(
-            f"loss {result.loss.item()}, gradient norm {norm.item()} on conversations {batch.sample_ids}; look at their states"
-        )
-    for optimizer in optimizers.values():
-        optimizer.step()
-    hits = find_hits(result.argmax, batch)
-    return {
-        "loss": result.loss.detach(),
-        "loss_by_step": result.per_step / batch.valid.sum(1).clamp(min=1),
-        "accuracy_by_step": by_step(hits, batch.valid),
-        "gradient_norm": norm,
-        "supervised": len(batch.slots),
-    }
+def validate(trainer: Trainer, plan: Plan, rows: ShardRows) -> dict[str, float]:
+    """Judge the held-out packs; see step.judge."""
+    own = plan.validation[trainer.ranks.rank :: trainer.ranks.size]
+    return judge(trainer, read_packs(rows, own, trainer.cfg.pack_tokens, trainer.cfg.ttt_steps))
 
 
-@torch.no_grad()
-def validate(
-    draft: Eagle3Draft, rows: ShardRows, plan: Plan, cfg: TrainConfig, target_ids: Tensor, device: torch.device
-) -> float:
-    """Acceptance length on the validation conversations, by the walk over the teacher-forced unroll, k = ttt_steps."""
-    counts = AcceptanceCounts.empty(cfg.ttt_steps)
-    for batch in read_packs(rows, plan.validation, cfg.pack_tokens, cfg.ttt_steps):
-        moved = batch.to(device)
-        counts += walk_batch(find_hits(guess(draft, unroll(draft, moved), target_ids), moved).cpu(), batch)
-    return counts.acceptance_length
+def keep_best(progress: Progress, draft: Eagle3Draft, length: float) -> Progress:
+    """Take the draft's weights as the best if its held-out acceptance length beats all before."""
+    if progress.best and length <= progress.best_length:
+        return progress
+    return replace(progress, best=trained_tensors(draft), best_length=length)
 
 
-def write_draft(draft: Eagle3Draft, out: Path) -> None:
-    """Write draft.safetensors (every parameter, fp32) and draft.json."""
-    tensors = {name: p.detach().cpu().contiguous() for name, p in draft.named_parameters()}
-    save_file(tensors, out / DRAFT_WEIGHTS)
+def write_draft(draft: Eagle3Draft, best: dict[str, Tensor], out: Path) -> None:
+    """Write draft.safetensors (every parameter, float32, those in `best` from there) and draft.json, each whole or not at all."""
+    tensors = {name: p.detach().cpu().contiguous() for name, p in draft.named_parameters()} | best
+    part = out / f"{DRAFT_WEIGHTS}.part"
+    save_file(tensors, part)
     (out / DRAFT_CONFIG).write_text(json.dumps(draft.config.to_dict(), indent=1))
+    part.replace(out / DRAFT_WEIGHTS)
+
+
+def _made(path: str) -> str:
+    Path(path).mkdir(parents=True, exist_ok=True)
+    return path

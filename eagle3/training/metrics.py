@@ -1,9 +1,12 @@
-"""Figures of a training run: one JSON line a step, rates and time left on the way.
+"""Figures of a training run: one JSON line a step, rates, memory and time left on the way.
 
-Tensors are read back every FLUSH_EVERY steps only, so that no step waits for a metric.
+Tensors are read back every FLUSH_EVERY steps only, so that no step waits for a metric. A loss that is not finite is found then, at
+the latest before the next checkpoint, so it never gets into one.
 """
 
 import json
+import math
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,51 +19,102 @@ FLUSH_EVERY = 10
 
 
 class MetricLog:
-    """Appends one JSON object a line: step, loss, loss_by_step, accuracy_by_step, gradient_norm, learning_rate, rates.
+    """Appends one JSON object a line: step and the figures given to `add`; every FLUSH_EVERY steps rates, memory and time left.
 
-    A resumed run drops the lines after its checkpoint. on_flush is called with the newest line, for a bar or a live Deck.
+    path: None in every process but the first. A resumed run drops the lines after its checkpoint. on_flush is called with the
+    newest line, for a bar or a live Deck.
     """
 
-    def __init__(self, path: Path, total_steps: int, done_steps: int, on_flush: Callable[[dict[str, Any]], None]) -> None:
-        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= done_steps] if path.exists() else []
-        path.write_text("".join(f"{line}\n" for line in kept))
+    def __init__(
+        self,
+        path: Path | None,
+        total_steps: int,
+        done_steps: int,
+        on_flush: Callable[[dict[str, Any]], None],
+        so_far: bytes = b"",
+    ) -> None:
+        if path is not None:
+            kept = [line for line in so_far.decode().splitlines() if line and json.loads(line)["step"] <= done_steps]
+            path.write_text("".join(f"{line}\n" for line in kept))
         self.path, self.total, self.on_flush = path, total_steps, on_flush
         self.first, self.started = done_steps, time.monotonic()
         self.flushed_at, self.pending = self.started, list[dict[str, Any]]()
+        self.rows = list[list[str]]()
 
-    def add(self, step: int, **figures: Any) -> None:
-        """Queue the figures of optimizer step `step` (from 1); tensors stay on their device until the next flush."""
+    def is_due(self, step: int) -> bool:
+        """True if adding `step` flushes."""
+        return len(self.pending) + 1 >= FLUSH_EVERY or step == self.total
+
+    def add(self, step: int, rows: list[str], **figures: Any) -> None:
+        """Queue the figures of optimizer step `step` (from 1); tensors stay on their device until the next flush.
+
+        Args:
+            rows: sample ids that this process trained on in the step.
+            figures: loss and gradient_norm of the step, own_loss of this process, tokens, supervised, wait_s, and what else to log.
+        """
+        due = self.is_due(step)
         self.pending.append({"step": step, **figures})
-        if len(self.pending) >= FLUSH_EVERY or step == self.total:
+        self.rows.append(rows)
+        if due:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is queued."""
+        """Write what is queued.
+
+        Raises:
+            FloatingPointError: if a loss or gradient was not finite; names the step and the conversations.
+        """
         if not self.pending:
             return
-        lines: list[dict[str, Any]] = [
-            {k: v.tolist() if isinstance(v, Tensor) else v for k, v in figures.items()} for figures in self.pending
-        ]
+        lines = [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in figures.items()} for figures in self.pending]
+        rows, self.pending, self.rows = self.rows, [], []
+        for line, ids in zip(lines, rows, strict=True):
+            _check_finite(line, line.pop("own_loss"), ids)
+        self._add_rates(lines)
+        if self.path is not None:
+            with open(self.path, "a") as f:
+                f.writelines(json.dumps(line) + "\n" for line in lines)
+        self.on_flush(lines[-1])
+
+    def _add_rates(self, lines: list[dict[str, Any]]) -> None:
         now = time.monotonic()
         seconds, self.flushed_at = max(now - self.flushed_at, 1e-9), now
         step = lines[-1]["step"]
         lines[-1] |= {
-            "tokens_per_s": round(sum(line.get("tokens", 0) for line in lines) / seconds, 1),
-            "supervised_per_s": round(sum(line.get("supervised", 0) for line in lines) / seconds, 1),
+            "tokens_per_s": round(sum(line["tokens"] for line in lines) / seconds, 1),
+            "supervised_per_s": round(sum(line["supervised"] for line in lines) / seconds, 1),
+            "data_wait_share": round(sum(line.pop("wait_s") for line in lines) / seconds, 4),
+            "memory_bytes": peak_memory_bytes(),
             "seconds_left": round((now - self.started) / max(1, step - self.first) * (self.total - step), 1),
         }
-        with open(self.path, "a") as f:
-            f.writelines(json.dumps(line) + "\n" for line in lines)
-        self.pending = []
-        self.on_flush(lines[-1])
+
+    def text(self) -> bytes:
+        """What has been written so far."""
+        return self.path.read_bytes() if self.path is not None else b""
+
+
+def _check_finite(line: dict[str, Any], own_loss: float, rows: list[str]) -> None:
+    if math.isfinite(line["loss"]) and math.isfinite(line["gradient_norm"]):
+        return
+    whose = f"conversations {rows}" if not math.isfinite(own_loss) or math.isfinite(line["loss"]) else "another process's rows"
+    raise FloatingPointError(
+        f"step {line['step']}: loss {line['loss']}, gradient norm {line['gradient_norm']} on {whose}; look at their states, "
+        "or lower train.learning_rate; the last checkpoint is sound"
+    )
+
+
+def peak_memory_bytes() -> int:
+    """Most memory that this process has held: of the GPU where one is used, else resident."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All lines of a metrics file."""
+    """All whole lines of a metrics file; the last one of a file that is being written may be cut."""
+    lines = []
     with open(path) as f:
-        return [json.loads(line) for line in f]
-
-
-def by_step(values: Tensor, valid: Tensor) -> Tensor:
-    """Mean over the valid slots of each TTT step: values [I, S] of any dtype, valid [I, S] bool -> [I] float32; 0 where none."""
-    return (values * valid).sum(1).float() / valid.sum(1).clamp(min=1).to(torch.float32)
+        for line in f:
+            if line.endswith("\n"):
+                lines.append(json.loads(line))
+    return lines

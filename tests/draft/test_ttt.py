@@ -89,7 +89,7 @@ def test_a_pack_without_supervised_slots_unrolls_to_nothing() -> None:
 def test_a_token_outside_the_draft_vocabulary_is_a_miss() -> None:
     draft, batch = tiny_draft(), pack_rows(all_rows(), 3)
     ids = draft_target_ids()
-    hits = find_hits(guess(draft, unroll(draft, batch), ids), batch)
+    hits = find_hits(guess(unroll(draft, batch), draft.lm_head.weight, ids), batch)
     outside = ~torch.isin(batch.labels(), ids)
     assert (outside & batch.valid).any()
     assert not hits[outside].any()

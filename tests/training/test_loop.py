@@ -1,115 +1,188 @@
-"""Whole training runs on a tiny target written to disk: resume bit for bit, bad states named, the draft learns."""
+"""Whole training runs on a tiny target: resume bit for bit, the best is kept, bad states named, the draft learns."""
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors import safe_open
+from safetensors.torch import load_file
 
-from eagle3.batch import PackedBatch
 from eagle3.config import TrainConfig
-from eagle3.draft.model import Eagle3Draft
-from eagle3.draft.ttt import unroll
-from eagle3.shards import HiddenStateWriter, TokenRow
+from eagle3.training.launch import Preempted
 from eagle3.training.loop import train
 from eagle3.training.metrics import read_metrics
-from eagle3.vocab import build_vocab, count_tokens, save_vocab
-from tests.draft.tiny import LAYER_IDS, VOCAB, target_config, tiny_target
+from eagle3.training.step import Objective
+from tests.draft.tiny import tiny_target
+from tests.training.jobs import make_inputs, make_job
 
-SETTINGS = {"epochs": 2, "pack_tokens": 64, "validation_rows": 3, "checkpoint_every": 3, "learning_rate": 1e-2}
 
-
-def make_inputs(root: Path, model_type: str = "llama") -> dict:
-    """Two shards of random conversations whose last states all point at the next token, a vocabulary, and a target directory."""
-    target = tiny_target(model_type, torch.float32)
-    (root / "target").mkdir()
-    (root / "target" / "config.json").write_text(json.dumps(target_config(model_type)))
-    save_file(
-        {"model.embed_tokens.weight": target.embedding, "model.norm.weight": target.norm_weight},
-        root / "target" / "model.safetensors",
-    )
-    g = torch.Generator().manual_seed(0)
-    rows, dirs = [], []
-    for shard in range(2):
-        writer = HiddenStateWriter(root / f"shard{shard}", "float32", 4096, {"layer_ids": LAYER_IDS})
-        for r in range(15):
-            length = int(torch.randint(4, 24, (1,), generator=g))
-            start, stride = torch.randint(VOCAB, (2,), generator=g).tolist()
-            ids = [(start + stride % 5 * t) % VOCAB for t in range(length)]
-            row = TokenRow(f"row-{shard}-{r}", "test", ids, [t >= 2 for t in range(length)])
-            states = target.embedding[[*ids[1:], ids[-1]]][:, None].repeat(1, len(LAYER_IDS) + 1, 1)
-            writer.add(row, states + 0.01 * torch.randn(states.shape, generator=g))
-            rows.append(row)
-        writer.close()
-        dirs.append(str(root / f"shard{shard}"))
-    save_vocab(root / "vocab.safetensors", build_vocab(count_tokens(rows, VOCAB), 80, []))
-    return {
-        "shard_dirs": dirs,
-        "vocab_path": str(root / "vocab.safetensors"),
-        "target_dir": str(root / "target"),
-        "layer_ids": LAYER_IDS,
-    }
+def stop_after(count: int) -> Any:
+    return lambda step: step == count
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("stop", [3, 5])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path, optimizer: str, stop: int) -> None:
-    inputs, cfg = make_inputs(tmp_path), TrainConfig(optimizer=optimizer, **SETTINGS)
-    train(**inputs, cfg=cfg, out_dir=str(tmp_path / "whole"))
-    train(**inputs, cfg=cfg, out_dir=str(tmp_path / "parts"), stop_after=stop)
+    inputs = make_inputs(tmp_path)
+    whole, parts = (
+        make_job(inputs, tmp_path / name, optimizer=optimizer, packs_per_step=2, epochs=4) for name in ("whole", "parts")
+    )
+    train(whole)
+    with pytest.raises(Preempted, match=f"stopped after {stop} of"):
+        train(parts, should_stop=stop_after(stop))
     assert not (tmp_path / "parts" / "draft.safetensors").exists()
-    train(**inputs, cfg=cfg, out_dir=str(tmp_path / "parts"))
-    whole, parts = (load_file(tmp_path / d / "draft.safetensors") for d in ("whole", "parts"))
+    train(parts)
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
+    steps = [[m["step"] for m in read_metrics(tmp_path / d / "metrics.jsonl")] for d in ("whole", "parts")]
+    assert steps[0] == steps[1] == list(range(1, len(steps[0]) + 1))
+    assert len(steps[0]) > stop + 4
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    whole, parts = (load_file(d / "draft.safetensors") for d in (a, b))
     assert whole.keys() == parts.keys()
     for name, tensor in whole.items():
         assert torch.equal(tensor, parts[name]), name
-    steps = [[m["step"] for m in read_metrics(tmp_path / d / "metrics.jsonl")] for d in ("whole", "parts")]
-    assert steps[0] == steps[1] == list(range(1, len(steps[0]) + 1))
-    assert len(steps[0]) > stop + 2
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     inputs = make_inputs(tmp_path)
-    train(**inputs, cfg=TrainConfig(**SETTINGS), out_dir=str(tmp_path / "run"), stop_after=2)
+    with pytest.raises(Preempted):
+        train(make_job(inputs, tmp_path / "run"), should_stop=stop_after(2))
     with pytest.raises(ValueError, match="checkpoint.safetensors belongs to other data or settings"):
-        train(**inputs, cfg=TrainConfig(**SETTINGS | {"learning_rate": 2e-2}), out_dir=str(tmp_path / "run"))
+        train(make_job(inputs, tmp_path / "run", learning_rate=2e-2))
+
+
+def test_settings_that_change_nothing_learnt_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path)
+    with pytest.raises(Preempted):
+        train(make_job(inputs, tmp_path / "run"), should_stop=stop_after(2))
+    train(make_job(inputs, tmp_path / "run", checkpoint_every=7, processes=1, disk_budget_bytes=1 << 30))
+    train(make_job(inputs, tmp_path / "whole"))
+    assert_same_weights(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_cut_checkpoint_is_named(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path)
+    with pytest.raises(Preempted):
+        train(make_job(inputs, tmp_path / "run"), should_stop=stop_after(2))
+    path = tmp_path / "run" / "checkpoint.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="checkpoint.safetensors is not a whole checkpoint"):
+        train(make_job(inputs, tmp_path / "run"))
+
+
+def test_a_checkpoint_goes_on_in_another_directory(tmp_path: Path) -> None:
+    """All that is needed is in the file: a new pod has nothing else."""
+    inputs = make_inputs(tmp_path)
+    train(make_job(inputs, tmp_path / "whole"))
+    with pytest.raises(Preempted):
+        train(make_job(inputs, tmp_path / "first"), should_stop=stop_after(5))
+    (tmp_path / "second").mkdir()
+    (tmp_path / "first" / "checkpoint.safetensors").rename(tmp_path / "second" / "checkpoint.safetensors")
+    train(make_job(inputs, tmp_path / "second"))
+    assert_same_weights(tmp_path / "whole", tmp_path / "second")
+    lines = [[m["loss"] for m in read_metrics(tmp_path / d / "metrics.jsonl")] for d in ("whole", "second")]
+    assert lines[0] == lines[1]
+
+
+def test_frozen_tensors_are_not_in_the_checkpoint(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path)
+    train(make_job(inputs, tmp_path / "run", head="target_frozen"))
+    with safe_open(tmp_path / "run" / "checkpoint.safetensors", framework="pt") as f:
+        assert not [key for key in f.keys() if "lm_head" in key or "embed" in key]  # noqa: SIM118
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_the_draft_learns_and_reports(tmp_path: Path, model_type: str) -> None:
+@pytest.mark.parametrize("loss", ["kl", "lk_hybrid"])
+def test_the_draft_learns_and_reports(tmp_path: Path, model_type: str, loss: str) -> None:
     inputs = make_inputs(tmp_path, model_type)
-    train(**inputs, cfg=TrainConfig(**SETTINGS | {"epochs": 20}), out_dir=str(tmp_path / "run"))
+    train(make_job(inputs, tmp_path / "run", epochs=20, loss=loss, averaging="conversation"))
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert metrics[-1]["loss"] < metrics[0]["loss"] / 2
     assert min(metrics[-1]["accuracy_by_step"]) > 0.9
     assert 1 <= metrics[-1]["validation_acceptance_length"] <= 4
+    assert 0 < metrics[-1]["validation_coverage"] < 1
     assert len(metrics[-1]["loss_by_step"]) == len(metrics[-1]["accuracy_by_step"]) == 3
     assert metrics[-1]["seconds_left"] == 0
+    assert metrics[-1]["memory_bytes"] > 0
+    assert 0 <= metrics[-1]["data_wait_share"] <= 1
+    assert metrics[-1]["acceptance_length"] > 1
+    for line in metrics:
+        assert {"learning_rate", "gradient_norm", "coverage", "supervised", "tokens", "cpu_s"} <= line.keys()
+
+
+def test_the_weights_of_the_best_validation_are_handed_on(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path)
+    settings = {"validate_every": 2, "epochs": 4, "learning_rate": 5e-2}
+    for keep in ("best", "last"):
+        train(make_job(inputs, tmp_path / keep, keep=keep, **settings))
+    metrics = read_metrics(tmp_path / "last" / "metrics.jsonl")
+    lengths = {m["step"]: m["validation_acceptance_length"] for m in metrics if "validation_acceptance_length" in m}
+    best = max(lengths, key=lambda step: (lengths[step], -step))
+    assert len(lengths) > 3
+    assert best < max(lengths), "the last step is the best one: choose settings under which it is not"
+    with pytest.raises(Preempted):
+        train(make_job(inputs, tmp_path / "stopped", keep="last", **settings), should_stop=stop_after(best))
+    at_best = load_file(tmp_path / "stopped" / "checkpoint.safetensors")
+    kept, last = (load_file(tmp_path / keep / "draft.safetensors") for keep in ("best", "last"))
+    assert all(torch.equal(tensor, at_best[f"draft/{name}"]) for name, tensor in kept.items())
+    assert not torch.equal(kept["fc.weight"], last["fc.weight"])
 
 
 def test_a_frozen_head_stays_the_targets(tmp_path: Path) -> None:
     inputs = make_inputs(tmp_path)
-    train(**inputs, cfg=TrainConfig(**SETTINGS, head="target_frozen"), out_dir=str(tmp_path / "run"))
+    train(make_job(inputs, tmp_path / "run", head="target_frozen"))
     draft = load_file(tmp_path / "run" / "draft.safetensors")
     vocab = load_file(tmp_path / "vocab.safetensors")
     ids = torch.arange(80) + vocab["d2t"]
     assert torch.equal(draft["lm_head.weight"], tiny_target(dtype=torch.float32).head[ids])
 
 
-def test_a_non_finite_loss_names_the_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_of_a_step_weigh_by_their_slots(tmp_path: Path) -> None:
+    """Two small packs in one step are one large pack."""
     inputs = make_inputs(tmp_path)
+    settings = {"epochs": 1, "validation_rows": 0, "optimizer": "adamw"}
+    train(make_job(inputs, tmp_path / "large", pack_tokens=100_000, **settings))
+    train(make_job(inputs, tmp_path / "small", pack_tokens=64, packs_per_step=1000, **settings))
+    large, small = (read_metrics(tmp_path / d / "metrics.jsonl") for d in ("large", "small"))
+    assert len(large) == len(small) == 1
+    for name in ("loss", "gradient_norm", "supervised", "tokens", "loss_by_step", "accuracy_by_step"):
+        assert large[0][name] == pytest.approx(small[0][name], rel=1e-5), name
 
-    def broken(draft: Eagle3Draft, batch: PackedBatch) -> Tensor:
-        return unroll(draft, batch) * torch.inf
 
-    monkeypatch.setattr("eagle3.training.loop.unroll", broken)
-    with pytest.raises(FloatingPointError, match="row-[01]-"):
-        train(**inputs, cfg=TrainConfig(**SETTINGS), out_dir=str(tmp_path / "run"))
+def test_bfloat16_computes_from_float32_master_weights(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path)
+    for dtype in ("float32", "bfloat16"):
+        train(make_job(inputs, tmp_path / dtype, dtype=dtype, epochs=1))
+    exact, rough = (read_metrics(tmp_path / d / "metrics.jsonl") for d in ("float32", "bfloat16"))
+    assert rough[0]["loss"] == pytest.approx(exact[0]["loss"], rel=0.05)
+    assert rough[0]["loss"] != exact[0]["loss"]
+    assert load_file(tmp_path / "bfloat16" / "draft.safetensors")["fc.weight"].dtype == torch.float32
+
+
+def test_a_non_finite_loss_names_the_conversations_and_spares_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_inputs(tmp_path)
+    with pytest.raises(Preempted):
+        train(make_job(inputs, tmp_path / "run"), should_stop=stop_after(2))
+    before = (tmp_path / "run" / "checkpoint.safetensors").read_bytes()
+    sound = Objective.states
+    monkeypatch.setattr(Objective, "states", lambda *args: sound(*args) * torch.inf)
+    with pytest.raises(FloatingPointError, match=r"step 3: loss nan.*row-[01]-"):
+        train(make_job(inputs, tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoint.safetensors").read_bytes() == before
 
 
 def test_an_unfinished_shard_is_named(tmp_path: Path) -> None:
     inputs = make_inputs(tmp_path)
-    with pytest.raises(ValueError, match="manifest.json is missing"):
-        train(**inputs | {"shard_dirs": [str(tmp_path / "nowhere")]}, cfg=TrainConfig(**SETTINGS), out_dir=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"manifest.json is missing"):
+        train(make_job(inputs | {"shard_dirs": [str(tmp_path / "nowhere")]}, tmp_path / "run"))
+
+
+def test_step_weights_fall_only_beyond_three_steps() -> None:
+    assert TrainConfig(ttt_steps=3).step_weights == [1.0, 1.0, 1.0]
+    assert TrainConfig(ttt_steps=5).step_weights == pytest.approx([1.0, 0.8, 0.64, 0.512, 0.4096])
+    assert TrainConfig(ttt_steps=2, step_decay=0.5).step_weights == [1.0, 0.5]

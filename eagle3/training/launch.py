@@ -1,0 +1,132 @@
+"""Training in processes of its own: one, or torchrun with one for each GPU. The caller waits, and hears why they ended.
+
+A trainer that is told to stop (SIGTERM, Ctrl-C) finishes its step, saves and ends with PREEMPTED_CODE; bad data or settings end it with
+REFUSED_CODE and the message in error-<rank>.txt; any other end is a fault of the process or the machine.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from eagle3.config import TrainConfig
+
+PREEMPTED_CODE, REFUSED_CODE = 75, 65  # EX_TEMPFAIL, EX_DATAERR of sysexits.h
+LAUNCHER_PID = "EAGLE3_LAUNCHER_PID"
+JOB_NAME, PREEMPTED_NAME = "job.json", "preempted"
+
+
+class Preempted(RuntimeError):
+    """The trainer was told to stop and saved a checkpoint first; the same job goes on from it."""
+
+
+class TrainJob(BaseModel):
+    """Everything a training process needs.
+
+    shard_dirs: hidden-state shards in order, local directories or fsspec URLs. vocab_path: vocab.safetensors. target_dir: the
+    target's files; embedding, final norm and head are read. layer_ids: aux layers of the shards, ascending. out_dir: gets
+    draft.safetensors, draft.json, metrics.jsonl; a checkpoint that lies there is gone on from. init_dir: a draft in the
+    Speculators format to start from, "" for none.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shard_dirs: list[str]
+    vocab_path: str
+    target_dir: str
+    layer_ids: list[int]
+    out_dir: str
+    cfg: TrainConfig
+    init_dir: str = ""
+
+
+def train_in_processes(job: TrainJob, on_progress: Callable[[], None] | None = None, every_s: float = 15.0) -> None:
+    """Run a job to its end.
+
+    Args:
+        on_progress: called every `every_s` seconds and once at the end, whatever the end is.
+
+    Raises:
+        ValueError: bad data or settings, in the trainer's words.
+        Preempted: a checkpoint was saved after a SIGTERM; run the job again.
+        KeyboardInterrupt: after Ctrl-C, when the trainer has saved.
+        RuntimeError: the trainer died; its last checkpoint is sound.
+    """
+    out = Path(job.out_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    for old in [*out.glob("error-*.txt"), out / PREEMPTED_NAME]:
+        old.unlink(missing_ok=True)
+    (out / JOB_NAME).write_text(job.model_dump_json(indent=1))
+    num_processes = job.cfg.processes or count_gpus(job.cfg.device) or 1
+    process = subprocess.Popen(_command(out / JOB_NAME, num_processes), env=_environment(num_processes))
+    with _passing_on_signals(process) as received:
+        while (code := _wait(process, every_s)) is None:
+            if on_progress:
+                on_progress()
+        if on_progress:
+            on_progress()
+    if signal.SIGINT in received:
+        raise KeyboardInterrupt
+    if code == PREEMPTED_CODE or (out / PREEMPTED_NAME).exists():
+        raise Preempted(f"training was told to stop and saved {out}; run it again to go on")
+    if messages := [path.read_text() for path in sorted(out.glob("error-*.txt"))]:
+        raise ValueError("; ".join(dict.fromkeys(messages)))
+    if code:
+        raise RuntimeError(f"the trainer ended with code {code}; its own words stand above; run again to go on from {out}")
+
+
+def count_gpus(device: str) -> int:
+    """GPUs that training would use."""
+    import torch
+
+    return 0 if device == "cpu" else torch.cuda.device_count()
+
+
+def _command(job_path: Path, num_processes: int) -> list[str]:
+    run = ["-m", "eagle3.training.run", str(job_path)]
+    if num_processes == 1:
+        return [sys.executable, *run]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes), *run]
+
+
+def _environment(num_processes: int) -> dict[str, str]:
+    """The caller's, with eagle3 importable, its cores shared out, and its pid, so that nobody trains for a dead caller."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    threads = {} if num_processes == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes))}
+    return os.environ | threads | {"PYTHONPATH": os.pathsep.join(paths), LAUNCHER_PID: str(os.getpid())}
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+@contextmanager
+def _passing_on_signals(process: subprocess.Popen[bytes]) -> Iterator[set[int]]:
+    """Pass SIGTERM and SIGINT on to the trainer, as far as Python lets this thread; yields the set of those that came."""
+    received: set[int] = set()
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def pass_on(number: int, frame: Any) -> None:
+        received.add(number)
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,76 @@
+"""One training process: `python -m eagle3.training.run job.json`, alone or started by torchrun. See launch.py for how it ends."""
+
+import fcntl
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from eagle3.training.distributed import join_ranks, leave_ranks
+from eagle3.training.launch import LAUNCHER_PID, PREEMPTED_CODE, PREEMPTED_NAME, REFUSED_CODE, Preempted, TrainJob
+from eagle3.training.loop import train
+
+
+class StopRequest:
+    """Asked before every step: was this process told to stop, or has the one that started it died?"""
+
+    def __init__(self) -> None:
+        self.received = False
+        self.launcher = int(os.environ.get(LAUNCHER_PID, "0"))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        self.received = True
+
+    def __call__(self, step: int) -> bool:
+        return self.received or (self.launcher > 0 and not _is_alive(self.launcher))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+@contextmanager
+def only_trainer(out: Path) -> Iterator[None]:
+    """Wait until no other trainer writes into the directory: one whose caller was killed may still be saving."""
+    with open(out / "trainer.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (out / PREEMPTED_NAME).unlink(missing_ok=True)
+        yield
+
+
+def main(job_path: str) -> int:
+    """Train; the exit code tells launch.py how it ended."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    stop = StopRequest()
+    job = TrainJob.model_validate_json(Path(job_path).read_text())
+    out = Path(job.out_dir)
+    ranks = join_ranks(job.cfg.device)
+    with only_trainer(out) if ranks.rank == 0 else nullcontext():
+        try:
+            train(job, ranks, stop)
+        except Preempted:
+            (out / PREEMPTED_NAME).touch()
+            return PREEMPTED_CODE
+        except (ValueError, FloatingPointError) as e:
+            logging.exception("training cannot go on")
+            (out / f"error-{ranks.rank}.txt").write_text(str(e))
+            return REFUSED_CODE
+        finally:
+            leave_ranks()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
