@@ -34,7 +34,7 @@ class LiveDeck(Deck):  # type: ignore[misc]
     def html(self) -> str:
         from eagle3.evaluation.live import render_live
 
-        if self.metrics_path.exists():  # a finished directory has another name; what was drawn last stays
+        if self.metrics_path.exists():  # before the first step there is none
             self._html = render_live(read_lines(self.metrics_path))
         return str(self._html)
 
@@ -67,7 +67,7 @@ class AttemptCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.saved: tuple[int, int] | None = None
-        self.store: Checkpoint | None = None if store.is_local() else current_context().checkpoint
+        self.store: Checkpoint | None = None if store.is_local() else _attempt_store()
 
     def restore(self) -> None:
         """Fetch what the previous attempt saved, and save it as this attempt's: the next one looks no further back.
@@ -101,6 +101,13 @@ class AttemptCheckpoint:
                 logger.warning("the checkpoint could not be saved (%s); the next one is tried again", e)
                 return
         self.saved = state
+
+
+def _attempt_store() -> Checkpoint | None:
+    try:
+        return current_context().checkpoint
+    except NotImplementedError:  # a pod started by hand, without the argument that names it
+        return None
 
 
 def state_of(path: Path) -> tuple[int, int]:

@@ -66,6 +66,7 @@ def train_draft(
             checkpoint.save()
         checkpoint.path.unlink(missing_ok=True)
         done = store.finish(out, "train_draft")
+        deck.metrics_path = done / METRICS
     return DraftCheckpoint(FlyteDirectory(str(done)), store.file_digest(done / "draft.json", done / "draft.safetensors"))
 
 
