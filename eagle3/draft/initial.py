@@ -134,7 +134,7 @@ def _setting_faults(config: dict[str, Any], target: dict[str, Any], layer_ids: l
         yield f"it must be one llama or qwen3 layer, got {layer['num_hidden_layers']} {layer['model_type']!r}"
     if layer.get("attention_bias") or layer.get("mlp_bias") or layer.get("hidden_act", "silu") != "silu":
         yield "it must have neither attention_bias nor mlp_bias, and hidden_act silu"
-    if (rope := layer["rope_parameters"].get("rope_type")) in LENGTH_DEPENDENT_ROPE:
+    if (rope := (layer.get("rope_parameters") or {}).get("rope_type")) in LENGTH_DEPENDENT_ROPE:
         yield f"its {rope!r} RoPE depends on the length"
     if layer["max_position_embeddings"] < target.get("max_position_embeddings", 0):
         yield f"its max_position_embeddings {layer['max_position_embeddings']} end before the target's"
@@ -188,7 +188,9 @@ def _open(place: str, name: str) -> Any:
     try:
         return fsspec.open(f"{place}/{name}", "rb").open()
     except FileNotFoundError as e:
-        raise ValueError(f"initial draft {place} has no {name}; give a draft in the Speculators format") from e
+        raise ValueError(
+            f"initial draft {place} has no {name}; give a draft in the Speculators format, its weights in one file"
+        ) from e
 
 
 def _content_digest(place: str) -> str:

@@ -39,35 +39,33 @@ def complete_config(content: dict[str, Any], target: dict[str, Any], default_lay
             f"{content.get('speculators_model_type')!r} and {type(layer).__name__}; give a draft in the Speculators format"
         )
     layer = _complete_layer(layer, target)
-    verifier = content.get("speculators_config", {}).get("verifier", {})
-    return (
-        FLAG_DEFAULTS
-        | content
-        | {
-            "transformer_layer_config": layer,
-            "draft_vocab_size": content.get("draft_vocab_size") or layer["vocab_size"],
-            "target_hidden_size": content.get("target_hidden_size") or layer["hidden_size"],
-            "eagle_aux_hidden_state_layer_ids": sorted(content.get("eagle_aux_hidden_state_layer_ids") or default_layer_ids),
-            "speculators_config": content.get("speculators_config", {})
-            | {"verifier": verifier | {"architectures": target.get("architectures") or []}},
-        }
-    )
+    serving = content.get("speculators_config") or {}
+    verifier = (serving.get("verifier") or {}) | {"architectures": target.get("architectures") or []}
+    return content | {
+        "transformer_layer_config": layer,
+        "draft_vocab_size": content.get("draft_vocab_size") or layer["vocab_size"],
+        "target_hidden_size": content.get("target_hidden_size") or layer["hidden_size"],
+        "eagle_aux_hidden_state_layer_ids": sorted(content.get("eagle_aux_hidden_state_layer_ids") or default_layer_ids),
+        "speculators_config": serving | {"verifier": verifier},
+        **{flag: bool(content.get(flag, default)) for flag, default in FLAG_DEFAULTS.items()},
+    }
 
 
 def _complete_layer(layer: dict[str, Any], target: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig
 
-    drop = ("_name_or_path", "transformers_version", "architectures", "auto_map", "torch_dtype", "dtype", "layer_types")
+    origin = ("_name_or_path", "transformers_version")
+    drop = (*origin, "architectures", "auto_map", "torch_dtype", "dtype", "layer_types")
     kept = {"model_type": "llama"} | {k: v for k, v in layer.items() if k not in drop}
     kept |= {"num_hidden_layers": layer.get("num_hidden_layers", 1), "tie_word_embeddings": False}
     try:
         config: dict[str, Any] = AutoConfig.for_model(**kept).to_dict()
     except (ValueError, TypeError, KeyError) as e:
         raise ValueError(f"transformer_layer_config cannot be read: {e}; give a draft of one llama or qwen3 layer") from e
-    if config.get("rope_parameters", {}).get("rope_type") in UNBOUNDED_ROPE:
+    if (config.get("rope_parameters") or {}).get("rope_type") in UNBOUNDED_ROPE:
         longest = max(config["max_position_embeddings"], target.get("max_position_embeddings", 0))
         config["max_position_embeddings"] = longest
-    return config
+    return {key: value for key, value in config.items() if key not in origin}
 
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

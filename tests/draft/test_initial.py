@@ -17,8 +17,18 @@ from eagle3.config import ExportConfig, TrainConfig
 from eagle3.draft.initial import check_initial, fetch_initial, read_settings, resolve_initial, warn_of_overrides
 from eagle3.draft.model import load_exported
 from eagle3.draft.speculators import complete_config, read_config
-from eagle3.export import export_config
-from tests.draft.factories import DRAFT_VOCAB, VOCAB, draft_config, draft_mapping, draft_tensors, embedding, layer_config
+from eagle3.export import export_config, write_export
+from eagle3.vocab import keep_vocab, save_vocab
+from tests.draft.factories import (
+    DRAFT_VOCAB,
+    VOCAB,
+    draft_config,
+    draft_mapping,
+    draft_tensors,
+    embedding,
+    layer_config,
+    tiny_target,
+)
 
 TARGET = layer_config(num_hidden_layers=4) | {"architectures": ["LlamaForCausalLM"]}
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
@@ -154,6 +164,20 @@ def test_weights_of_a_foreign_file_load_into_float32(
     assert torch.equal(draft.embed(torch.tensor([3])), embedding()[[3]].float())
     assert draft.config.target_architectures == ["LlamaForCausalLM"]
     assert "an embedding of its own that differs" in caplog.text
+
+
+def test_a_foreign_draft_that_was_trained_on_can_be_exported(tmp_path: Path) -> None:
+    tiny_target(num_attention_heads=4).save_pretrained(tmp_path / "target")
+    target = json.loads((tmp_path / "target/config.json").read_text())
+    fetch_initial(*resolve_initial(str(write_draft(tmp_path / "draft", strip))), target, tmp_path / "init")
+    draft, target_ids = load_exported(tmp_path / "init", embedding().float())
+    save_file(dict(draft.named_parameters()), tmp_path / "draft.safetensors")
+    (tmp_path / "draft.json").write_text(json.dumps(draft.config.to_dict()))
+    save_vocab(tmp_path / "vocab", keep_vocab(torch.ones(VOCAB, dtype=torch.int64), target_ids))
+    write_export(tmp_path, tmp_path / "vocab", tmp_path / "target", "example-org/tiny", ExportConfig(), tmp_path / "out")
+    again, ids = load_exported(tmp_path / "out", embedding().float())
+    assert again.config == draft.config
+    assert torch.equal(ids, target_ids)
 
 
 def test_the_targets_own_embedding_in_the_file_needs_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
