@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle3.config import ExportConfig
+from eagle3.draft.speculators import FLAGS, expected_shapes
 from eagle3.shards import digest_of
 from eagle3.target.weights import check_target_dir
 from eagle3.vocab import load_vocab
 
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -153,39 +153,6 @@ def verify_export(export_dir: str | Path) -> str:
     if faults:
         raise ValueError(f"{path} would not serve as trained: {'; '.join(faults)}; delete it and run again")
     return digest_of(*(_file_digest(path / name) for name in ("config.json", "model.safetensors")))
-
-
-def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that the engine needs for this config.json."""
-    layer, num_aux = config["transformer_layer_config"], len(config["eagle_aux_hidden_state_layer_ids"])
-    width, inner, heads = layer["hidden_size"], layer["intermediate_size"], layer["num_attention_heads"]
-    head_dim = layer.get("head_dim") or width // heads
-    query, key = heads * head_dim, layer["num_key_value_heads"] * head_dim
-    target_width, draft_vocab_size = config["target_hidden_size"], config["draft_vocab_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (width, num_aux * target_width),
-        "layers.0.input_layernorm.weight": (width,),
-        "layers.0.hidden_norm.weight": (width,),
-        "layers.0.post_attention_layernorm.weight": (width,),
-        "layers.0.self_attn.q_proj.weight": (query, 2 * width),
-        "layers.0.self_attn.k_proj.weight": (key, 2 * width),
-        "layers.0.self_attn.v_proj.weight": (key, 2 * width),
-        "layers.0.self_attn.o_proj.weight": (width, query),
-        "layers.0.mlp.gate_proj.weight": (inner, width),
-        "layers.0.mlp.up_proj.weight": (inner, width),
-        "layers.0.mlp.down_proj.weight": (width, inner),
-        "norm.weight": (width,),
-        "lm_head.weight": (draft_vocab_size, width),
-    }
-    if layer["model_type"] == "qwen3":
-        shapes |= {f"layers.0.self_attn.{n}_norm.weight": (head_dim,) for n in "qk"}
-    if config["norm_before_fc"]:
-        shapes["input_norm.weight"] = (num_aux * target_width,)
-    if config["fc_norm"]:
-        shapes |= {f"fc_norm.{i}.weight": (target_width,) for i in range(num_aux)}
-    if draft_vocab_size < layer["vocab_size"]:
-        shapes |= {"d2t": (draft_vocab_size,), "t2d": (layer["vocab_size"],)}
-    return shapes
 
 
 def _config_faults(config: dict[str, Any]) -> Iterator[str]:

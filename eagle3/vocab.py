@@ -112,6 +112,29 @@ def build_vocab(counts: Tensor, size: int, always: Sequence[int]) -> Vocab:
     return Vocab(kept - torch.arange(size), t2d, counts)
 
 
+def keep_vocab(counts: Tensor, target_ids: Tensor) -> Vocab:
+    """Keep the vocabulary of a draft that training goes on from, with the counts of this data.
+
+    Args:
+        counts: [V] int64 supervised occurrences.
+        target_ids: [K] int64 target id of each draft id, ascending.
+
+    Raises:
+        ValueError: if an id is not the target's or nothing was counted.
+    """
+    target_size = len(counts)
+    if not (target_ids.diff() > 0).all() or not 0 <= int(target_ids[0]) <= int(target_ids[-1]) < target_size:
+        raise ValueError(
+            f"the initial draft must map to ascending target ids below {target_size}, got {int(target_ids.min())} to "
+            f"{int(target_ids.max())}; set train.init_from to a draft for this target"
+        )
+    if not counts.any():
+        raise ValueError("the draft vocab needs supervised tokens, got none; check the loss masks of the shards")
+    t2d = torch.zeros(target_size, dtype=torch.bool)
+    t2d[target_ids] = True
+    return Vocab(target_ids - torch.arange(len(target_ids)), t2d, counts)
+
+
 def save_vocab(path: str | Path, vocab: Vocab) -> str:
     """Write d2t, t2d and counts as safetensors, whole or not at all; returns the content digest."""
     part = Path(f"{path}.part")

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from eagle3.config import ExportConfig
 from eagle3.draft.decode import ReferenceDraft
-from eagle3.export import expected_shapes, export_config, verify_export, write_export
+from eagle3.draft.speculators import expected_shapes
+from eagle3.export import export_config, verify_export, write_export
 from eagle3.vocab import Vocab, save_vocab
 from tests.draft.factories import (
     DRAFT_VOCAB,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle3.shards import TokenRow
-from eagle3.vocab import Vocab, build_vocab, count_tokens, load_vocab, save_vocab
+from eagle3.vocab import Vocab, build_vocab, count_tokens, keep_vocab, load_vocab, save_vocab
 
 
 def kept_slowly(counts: list[int], size: int, always: list[int]) -> list[int]:
@@ -154,3 +154,28 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="is not a readable draft vocab"):
         load_vocab(path)
+
+
+def test_the_vocabulary_of_an_initial_draft_is_kept_with_the_counts_of_the_data() -> None:
+    vocab = keep_vocab(torch.tensor([4, 0, 7, 1, 0]), torch.tensor([1, 2, 3]))
+    assert vocab.target_ids.tolist() == [1, 2, 3]
+    assert vocab.t2d.tolist() == [False, True, True, True, False]
+    assert vocab.coverage == 8 / 12
+
+
+def test_an_identity_vocabulary_covers_everything() -> None:
+    vocab = keep_vocab(torch.tensor([4, 0, 7]), torch.arange(3))
+    assert (vocab.d2t.tolist(), vocab.t2d.all().item(), vocab.coverage) == ([0, 0, 0], True, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("counts", "ids", "said"),
+    [
+        ([1, 1], [0, 2], "ascending target ids below 2, got 0 to 2"),
+        ([1, 1, 1], [1, 0], "ascending target ids below 3, got 0 to 1"),
+        ([0, 0], [0, 1], "needs supervised tokens, got none"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_kept_says_why(counts: list[int], ids: list[int], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        keep_vocab(torch.tensor(counts), torch.tensor(ids))

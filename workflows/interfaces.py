@@ -23,7 +23,8 @@ class ResolvedInputs:
     """What every cache key starts from: content digests of the two prompt files and the target's identity.
 
     `public_name` is the target's name in the export. `regenerate` says whether the target answers the prompts
-    itself; prepare needs to know no more of that stage's settings.
+    itself; prepare needs to know no more of that stage's settings. `init_from` is the place of the draft that training goes on
+    from and `init_digest` its content, both empty when it starts afresh.
     """
 
     prompts_digest: str
@@ -31,6 +32,8 @@ class ResolvedInputs:
     target: TargetRef
     public_name: str
     regenerate: bool
+    init_from: str
+    init_digest: str
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class HiddenStateShards:
 
 @dataclass(frozen=True)
 class DraftCheckpoint:
-    """Draft weights with config (draft.json), metrics.jsonl, and the newest resumable checkpoint."""
+    """Draft weights with config (draft.json) and metrics.jsonl; the resumable checkpoint goes when training is over."""
 
     directory: FlyteDirectory
     digest: str

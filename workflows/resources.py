@@ -17,7 +17,8 @@ DATA: dict[str, Any] = {
     "limits": Resources(cpu="8", mem="32Gi", ephemeral_storage="200Gi"),
 }
 
-# One engine replica or one trainer: a whole H200 each.
+# One engine replica or one trainer: a whole H200 each. A trainer that is given several runs one process on each
+# (train.processes: 0).
 ENGINE: dict[str, Any] = {
     "requests": Resources(cpu="8", mem="96Gi", gpu="1", ephemeral_storage="200Gi"),
     "limits": Resources(cpu="16", mem="128Gi", gpu="1", ephemeral_storage="400Gi"),

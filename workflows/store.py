@@ -1,22 +1,27 @@
 """Where outputs lie, and when a local cache entry still counts.
 
 Flyte's local cache keeps the paths a task returned and copies nothing. So local outputs go to a persistent store of our own
-(`EAGLE3_STORE`, by default ~/.cache/eagle3), in a new directory for each run of a task: two runs at once never share one.
+(`EAGLE3_STORE`, by default ~/.cache/eagle3), in a new directory for each run of a task: two runs at once never share one. Work
+that can go on after a kill lies in a directory named by its key until it is done.
 A cache entry whose files are gone counts as a miss (flyteorg/flyte#4672). In a pod, outputs go to its working directory.
 """
 
+import fcntl
 import hashlib
 import os
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgpack
 from flytekit import current_context
+from flytekit.configuration import DataConfig
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.local_cache import LocalTaskCache
 from flytekit.models.literals import Literal, LiteralMap
+from flytekit.types.directory import FlyteDirectory
 
 from workflows import journal
 
@@ -31,10 +36,69 @@ def is_local() -> bool:
 
 def new_dir(name: str) -> Path:
     """Make a new, empty directory for one output."""
-    root = Path(os.environ.get("EAGLE3_STORE") or DEFAULT_STORE) if is_local() else Path(current_context().working_directory)
-    path = (root.expanduser() / f"{name}-{uuid.uuid4().hex[:12]}").resolve()
+    path = _root() / f"{name}-{uuid.uuid4().hex[:12]}"
     path.mkdir(parents=True)
     return path
+
+
+def _root() -> Path:
+    root = Path(os.environ.get("EAGLE3_STORE") or DEFAULT_STORE) if is_local() else Path(current_context().working_directory)
+    return root.expanduser().resolve()
+
+
+@contextmanager
+def resumable_dir(name: str, key: str) -> Iterator[Path]:
+    """Yield a directory in which work of the same key goes on after a kill.
+
+    Where it may not be shared, the directory is a new one: a second run of the same key at the same time, and every pod. Call
+    `finish` with it when the work is done; what is left unfinished stays for the next run.
+    """
+    path = _root() / f"{name}-{key}.unfinished"
+    if not is_local() or (lock := _lock(path)) is None:
+        yield new_dir(name)
+        return
+    try:
+        yield path
+    finally:
+        os.close(lock)
+
+
+def finish(path: Path, name: str) -> Path:
+    """Give a directory of `resumable_dir` the name of a finished output; the next run of its key starts afresh."""
+    return path if not path.name.endswith(".unfinished") else path.rename(new_dir(name))
+
+
+def _lock(path: Path) -> int | None:
+    """Make the directory and lock it for this process's life; None while another process holds it."""
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+            return lock
+        os.close(lock)  # its owner finished and renamed it between the two calls
+
+
+def location(directory: FlyteDirectory) -> str:
+    """Where a directory lies for good, without fetching it: its address in the cluster's storage, or its local path."""
+    return str(directory.remote_source or directory.path)
+
+
+def share_credentials() -> None:
+    """Hand the cluster's S3 endpoint and keys, which only flytekit knows, to fsspec in this process and its children."""
+    s3 = DataConfig.auto().s3
+    names = {
+        "AWS_ENDPOINT_URL": s3.endpoint,
+        "AWS_ACCESS_KEY_ID": s3.access_key_id,
+        "AWS_SECRET_ACCESS_KEY": s3.secret_access_key,
+    }
+    for name, value in names.items():
+        if value:
+            os.environ.setdefault(name, value)
 
 
 def file_digest(*paths: str | Path) -> str:

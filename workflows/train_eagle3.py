@@ -60,6 +60,7 @@ def train_eagle3(
         data=data,
         regenerate=regenerate,
         evaluate=evaluate,
+        train=train,
     )
     model = fetch_target(target=target, ref=found.target, target_digest=found.target.digest)
     prepared = prepare_data(
@@ -73,10 +74,24 @@ def train_eagle3(
         regenerate=found.regenerate,
     )
     rows = regenerate_responses(
-        data=prepared, target=model, engine=engine, regenerate=regenerate, vocab=vocab, extract=extract, fanout=fanout
+        data=prepared,
+        target=model,
+        engine=engine,
+        regenerate=regenerate,
+        vocab=vocab,
+        init_from=found.init_from,
+        init_digest=found.init_digest,
+        extract=extract,
+        fanout=fanout,
     )
     draft_vocab = build_vocab(
-        shards=rows, shards_digest=rows.digest, target=model, target_digest=found.target.digest, vocab=vocab
+        shards=rows,
+        shards_digest=rows.digest,
+        target=model,
+        target_digest=found.target.digest,
+        vocab=vocab,
+        init_from=found.init_from,
+        init_digest=found.init_digest,
     )
     states = extract_hidden_states(shards=rows, target=model, engine=engine, extract=extract, fanout=fanout)
     checkpoint = train_draft(
@@ -86,6 +101,8 @@ def train_eagle3(
         vocab_digest=draft_vocab.digest,
         target=model,
         target_digest=found.target.digest,
+        init_from=found.init_from,
+        init_digest=found.init_digest,
         train=train,
     )
     draft = export_draft(

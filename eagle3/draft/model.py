@@ -7,7 +7,7 @@ Parameter names are those of the exported checkpoint. The layer follows vLLM's `
     r = r + Attention([e; n]);  pre = r + MLP(RMS_post(r));  logits = lm_head(RMS_norm(pre));  fed back: pre, or its norm
 """
 
-import json
+import logging
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eagle3.config import TrainConfig
+from eagle3.draft.speculators import plain_name, read_config, read_target_ids
 from eagle3.target.weights import TargetTensors
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -222,21 +225,23 @@ def init_draft(config: DraftConfig, target: TargetTensors, target_ids: Tensor, c
 
 
 def load_exported(export_dir: str | Path, embedding: Tensor) -> tuple[Eagle3Draft, Tensor]:
-    """Read an exported draft back for the unroll, in float32.
+    """Read a draft in the Speculators format back for the unroll or to train on, in float32 whatever it is stored in.
 
     Args:
-        export_dir: directory that export.py wrote.
-        embedding: [V, H] the target's input embedding.
+        export_dir: directory that export.py or initial.py wrote: its config.json leaves nothing to defaults.
+        embedding: [V, H] the target's input embedding; one that the draft brings itself is left out.
 
     Returns:
-        The draft, and the target ids [K] int64 of its vocabulary.
+        The draft, and the target ids [K] int64 of its vocabulary, ascending.
     """
-    content = json.loads((Path(export_dir) / "config.json").read_text())
+    content = read_config(export_dir)
     known = {f.name for f in fields(DraftConfig)} - {"target_architectures"}
-    config = DraftConfig(**{k: content[k] for k in known}, target_architectures=[])
-    tensors = load_file(Path(export_dir) / "model.safetensors")
-    d2t = tensors.pop("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-    tensors.pop("t2d", None)
+    architectures = content["speculators_config"]["verifier"]["architectures"]
+    config = DraftConfig(**{k: content[k] for k in known}, target_architectures=architectures)
+    tensors = {plain_name(name): t for name, t in load_file(Path(export_dir) / "model.safetensors").items()}
+    own = tensors.pop("embed_tokens.weight", None)
+    if own is not None and not torch.equal(own.float(), embedding.cpu().to(own.dtype).float()):
+        logger.warning("%s has an embedding of its own that differs from the target's; the target's is used", export_dir)
     draft = Eagle3Draft(config, embedding)
-    draft.load_state_dict(tensors, strict=True)
-    return draft, torch.arange(len(d2t)) + d2t
+    draft.load_state_dict({name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}, strict=True)
+    return draft, read_target_ids(export_dir, config.draft_vocab_size)

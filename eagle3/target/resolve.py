@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from eagle3.config import TargetConfig
 from eagle3.shards import digest_of
+from eagle3.target.hub import download_from_hub, hub_commit
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def identify_target(cfg: TargetConfig) -> tuple[str, str, str]:
     """
     kind = target_kind(cfg.name)
     if kind == "hub":
-        commit = _hub_commit(cfg)
+        commit = hub_commit("target", cfg.name, cfg.revision)
         return cfg.name, commit, digest_of(cfg.name, commit)
     path = Path(cfg.name).expanduser().resolve()
     files = [path] if kind == "gguf" else _model_files(path)
@@ -77,7 +78,7 @@ def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:
     out, kind = Path(out_dir), target_kind(cfg.name)
     out.mkdir(parents=True, exist_ok=True)
     if kind == "hub":
-        _download(cfg, out)
+        download_from_hub("target", cfg.name, cfg.revision, out, FILE_PATTERNS, IGNORED_PATTERNS)
     elif kind == "gguf":
         _convert_gguf(Path(cfg.name).expanduser().resolve(), out)
     else:
@@ -95,47 +96,6 @@ def _model_files(directory: Path) -> list[Path]:
 def _file_digest(path: Path) -> str:
     with path.open("rb") as f:
         return file_digest(f, "sha256").hexdigest()
-
-
-def _hub_error(cfg: TargetConfig, error: Exception) -> Exception:
-    """ConnectionError where another try may help, ValueError where only another setting does."""
-    import httpx
-
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    passing = isinstance(error, httpx.TransportError) or (status is not None and status >= 500)
-    return (ConnectionError if passing else ValueError)(
-        f"target {cfg.name} (revision {cfg.revision or 'default'}) cannot be had from the hub: {type(error).__name__}: {error}; "
-        "check the id, the network and HF_TOKEN, or give a local directory or .gguf file"
-    )
-
-
-def _hub_commit(cfg: TargetConfig) -> str:
-    import httpx
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-
-    try:
-        return str(HfApi().model_info(cfg.name, revision=cfg.revision or None, timeout=20).sha)
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as e:
-        raise _hub_error(cfg, e) from e
-
-
-def _download(cfg: TargetConfig, out: Path) -> None:
-    import httpx
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        snapshot_download(
-            cfg.name,
-            revision=cfg.revision or None,
-            local_dir=out,
-            allow_patterns=list(FILE_PATTERNS),
-            ignore_patterns=list(IGNORED_PATTERNS),
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as e:
-        raise _hub_error(cfg, e) from e
-    shutil.rmtree(out / ".cache", ignore_errors=True)
 
 
 def _convert_gguf(path: Path, out: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from flyte_runs import pyflyte_run, write_prompts, write_recipe
 
+from workflows import journal
 from workflows.summary import STAGES
 
 
@@ -94,6 +95,32 @@ def test_another_learning_rate_trains_exports_and_evaluates(chain: Chain, first:
 def test_another_vocabulary_answers_and_extracts_nothing(chain: Chain, first: dict[str, Any]) -> None:
     ran = {name for name, (runs, _) in counts(chain.run(vocab={"size": 80})).items() if runs}
     assert ran == {"build_vocab", "train_draft", "export_draft", "evaluate_draft"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("light_evaluation")
+def test_a_warm_start_keeps_the_drafts_vocabulary_wherever_it_lies(
+    chain: Chain, first: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    export_dir = chain.run()["export_dir"]
+    warm = chain.run(train={"init_from": "runs/tiny", "learning_rate": 3e-3}, vocab={"size": 80})
+    after = {"train_draft", "export_draft", "evaluate_draft"}
+    assert {name for name, (runs, _) in counts(warm).items() if runs} == {"build_vocab"} | after
+    assert warm["vocab"] == first["vocab"]
+    assert "vocab.size 80 is ignored: the initial draft has 64 tokens" in caplog.text
+    again = chain.run(train={"init_from": export_dir, "learning_rate": 4e-3}, vocab={"size": 80})
+    assert {name for name, (runs, _) in counts(again).items() if runs} == after
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("light_evaluation")
+def test_a_draft_of_other_aux_layers_is_refused_before_anything_is_extracted(chain: Chain, first: dict[str, Any]) -> None:
+    settings = {"train": {"init_from": chain.run()["export_dir"]}, "extract": {"layer_ids": [0, 1, 2]}}
+    recipe = write_recipe(chain.workplace / "recipe.yaml", chain.target, chain.workplace / "prompts.jsonl", **settings)
+    result = pyflyte_run(recipe)
+    assert result.exit_code != 0
+    assert "it reads aux layers [1, 2, 3], the states hold [0, 1, 2]" in " ".join(result.output.split())
+    assert not [e for e in journal.entries() if e.stage == "extract_hidden_states"]
 
 
 @pytest.mark.slow

@@ -55,6 +55,7 @@ def test_missing_prompts_are_refused(workplace: Path, tmp_path: Path) -> None:
         ({"data": {"min_shards": 3}}, "min_shards"),
         ({"target": {"public_name": ""}}, "public_name"),
         ({"target": {"name": "/nowhere/at/all"}}, "/nowhere/at/all"),
+        ({"train": {"init_from": "runs/absent"}}, "a pod cannot read directories of your machine"),
     ],
 )
 def test_impossible_settings_are_refused_before_the_engine_starts(

@@ -1,5 +1,6 @@
 """The local store and the cache guard."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,19 @@ def test_an_entry_whose_files_are_gone_is_a_miss(workplace: Path, loss: str) -> 
 
 def test_every_output_has_a_directory_of_its_own(workplace: Path) -> None:
     assert len({store.new_dir("x") for _ in range(3)}) == 3
+
+
+def test_the_clusters_storage_settings_reach_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FLYTE_AWS_ENDPOINT", "http://storage.invalid")
+    monkeypatch.setenv("FLYTE_AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the user's own")
+    store.share_credentials()
+    assert os.environ["AWS_ENDPOINT_URL"] == "http://storage.invalid"
+    assert os.environ["AWS_ACCESS_KEY_ID"] == "key"
+    assert os.environ["AWS_SECRET_ACCESS_KEY"] == "the user's own"
 
 
 def test_the_digest_of_files_is_their_content_in_order(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """regenerate: the target's own answers, one engine task a shard."""
 
+import json
 import logging
 from dataclasses import replace
 from typing import Any, cast
@@ -50,6 +51,18 @@ def regenerate_shard(
     return TokenShard(shard.index, FlyteFile(str(path)), written.rows, written.tokens, written.supervised_tokens, written.digest)
 
 
+def _check_initial(init_from: str, init_digest: str, target: Target, layer_ids: list[int]) -> None:
+    """Refuse an initial draft whose settings do not fit; reads two JSON files, no weights."""
+    import fsspec
+
+    from eagle3.draft.initial import check_settings, read_settings
+
+    store.share_credentials()
+    with fsspec.open(f"{store.location(target.directory)}/config.json") as f:
+        config = json.load(f)
+    check_settings(read_settings(init_from, init_digest, config), config, layer_ids)
+
+
 @task(container_image=images.CPU, **LIGHT)
 def gather_token_shards(shards: list[TokenShard]) -> TokenShards:
     """Put the shards in order: two that hold the same rows come from the cache under one index."""
@@ -64,6 +77,8 @@ def regenerate_responses(
     engine: EngineConfig,
     regenerate: RegenerateConfig,
     vocab: VocabConfig,
+    init_from: str,
+    init_digest: str,
     extract: ExtractConfig,
     fanout: FanOutConfig,
 ) -> TokenShards:
@@ -72,8 +87,10 @@ def regenerate_responses(
     Raises:
         ValueError: on settings of later stages that this target cannot meet, before the first engine starts.
     """
-    aux_layer_ids(extract.layer_ids, target.num_layers)
-    if vocab.size > target.vocab_size:
+    layer_ids = aux_layer_ids(extract.layer_ids, target.num_layers)
+    if init_digest:
+        _check_initial(init_from, init_digest, target, layer_ids)
+    elif vocab.size > target.vocab_size:
         raise ValueError(
             f"draft vocab must not exceed the target's {target.vocab_size}, got {vocab.size}; lower vocab.size in the recipe"
         )

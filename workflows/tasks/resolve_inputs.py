@@ -4,7 +4,7 @@ from flytekit import task
 from flytekit.types.file import FlyteFile
 
 import images
-from eagle3.config import DataConfig, EngineConfig, EvaluateConfig, RegenerateConfig, TargetConfig, check_lengths
+from eagle3.config import DataConfig, EngineConfig, EvaluateConfig, RegenerateConfig, TargetConfig, TrainConfig, check_lengths
 from workflows import journal, store
 from workflows.interfaces import ResolvedInputs, TargetRef
 from workflows.resources import LIGHT
@@ -19,8 +19,10 @@ def resolve_inputs(
     data: DataConfig,
     regenerate: RegenerateConfig,
     evaluate: EvaluateConfig,
+    train: TrainConfig,
 ) -> ResolvedInputs:
     """Never cached: a branch may have moved, a file may have grown, since the last run."""
+    from eagle3.draft.initial import resolve_initial
     from eagle3.export import check_public_name
     from eagle3.target.resolve import identify_target
 
@@ -28,10 +30,14 @@ def resolve_inputs(
     check_lengths(data, engine, regenerate, evaluate)
     public_name = target.public_name or target.name
     check_public_name(public_name)
+    store.share_credentials()
+    init_from, init_digest = resolve_initial(train.init_from, train.init_revision) if train.init_from else ("", "")
     return ResolvedInputs(
         prompts_digest=store.file_digest(prompts.download()),
         heldout_digest=store.file_digest(heldout.download()),
         target=TargetRef(*identify_target(target)),
         public_name=public_name,
         regenerate=regenerate.enabled,
+        init_from=init_from,
+        init_digest=init_digest,
     )

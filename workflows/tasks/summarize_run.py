@@ -51,7 +51,7 @@ def summarize_run(
     local = store.is_local()
     out = (Path("runs") / Path(run_name).name).resolve() if local else store.new_dir("summary")
     out.mkdir(parents=True, exist_ok=True)
-    target_dir, export_dir, draft_dir = (where(d) for d in (target.directory, report.export, checkpoint.directory))
+    target_dir, export_dir, draft_dir = (store.location(d) for d in (target.directory, report.export, checkpoint.directory))
     shell, python = summary.serve_lines(target_dir, export_dir, engine, evaluate, local)
     figures = json.loads(Path(report.file.download()).read_text())
     figures |= {
@@ -74,11 +74,6 @@ def summarize_run(
     Deck("Summary", html)
     print(summary.render_text(figures), flush=True)
     return FlyteDirectory(str(out))
-
-
-def where(directory: FlyteDirectory) -> str:
-    """Where a directory lies for good: its address in the cluster's storage, or its local path."""
-    return str(directory.remote_source or directory.path)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,5 +1,9 @@
 """train: one draft layer, unrolled like serving."""
 
+import json
+import tempfile
+from pathlib import Path
+
 from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 
@@ -7,11 +11,14 @@ import images
 from eagle3.config import TrainConfig
 from workflows import store
 from workflows.interfaces import DraftCheckpoint, DraftVocab, HiddenStateShards, Target
+from workflows.live import AttemptCheckpoint, LiveDeck
 from workflows.resources import TRAINER
 from workflows.stage import stage
 
+CACHE = Cache(version="2", ignored_inputs=("states", "vocab", "target", "init_from"))
 
-@task(container_image=images.GPU, cache=Cache(version="1", ignored_inputs=("states", "vocab", "target")), retries=3, **TRAINER)
+
+@task(container_image=images.GPU, cache=CACHE, retries=3, enable_deck=True, deck_fields=(), **TRAINER)
 @stage
 def train_draft(
     states: HiddenStateShards,
@@ -20,11 +27,54 @@ def train_draft(
     vocab_digest: str,
     target: Target,
     target_digest: str,
+    init_from: str,
+    init_digest: str,
     train: TrainConfig,
 ) -> DraftCheckpoint:
-    from eagle3.training import loop
+    """Train in processes of their own; a run that was killed goes on from its checkpoint, here and in a pod."""
+    from eagle3.training import launch
+    from eagle3.training.checkpoint import CHECKPOINT_NAME
+    from eagle3.training.loop import METRICS
 
-    out = store.new_dir("train_draft")
-    shard_dirs = [shard.directory.download() for shard in states.shards]
-    loop.train(shard_dirs, vocab.file.download(), target.directory.download(), train, states.layer_ids, str(out))
-    return DraftCheckpoint(FlyteDirectory(str(out)), store.file_digest(out / "draft.json", out / "draft.safetensors"))
+    store.share_credentials()
+    target_dir = target.directory.download()
+    key = store.digest_of_digests(
+        [CACHE.version, states_digest, vocab_digest, target_digest, init_digest, train.model_dump_json()]
+    )
+    with tempfile.TemporaryDirectory() as init_dir, store.resumable_dir("train_draft", key) as out:
+        if init_digest:
+            _fetch_initial(init_from, init_digest, target_dir, states.layer_ids, train, init_dir)
+        checkpoint, deck = AttemptCheckpoint(out / CHECKPOINT_NAME), LiveDeck(out / METRICS)
+        checkpoint.restore()
+
+        def report() -> None:
+            checkpoint.save()
+            deck.show()
+
+        job = launch.TrainJob(
+            shard_dirs=[store.location(shard.directory) for shard in states.shards],
+            vocab_path=vocab.file.download(),
+            target_dir=target_dir,
+            layer_ids=states.layer_ids,
+            out_dir=str(out),
+            cfg=train,
+            init_dir=init_dir if init_digest else "",
+        )
+        try:
+            launch.train_in_processes(job, report)
+        finally:
+            checkpoint.save()
+        checkpoint.path.unlink(missing_ok=True)
+        done = store.finish(out, "train_draft")
+        deck.metrics_path = done / METRICS
+    return DraftCheckpoint(FlyteDirectory(str(done)), store.file_digest(done / "draft.json", done / "draft.safetensors"))
+
+
+def _fetch_initial(init_from: str, digest: str, target_dir: str, layer_ids: list[int], cfg: TrainConfig, out: str) -> None:
+    """Fetch and check the draft that training goes on from."""
+    from eagle3.draft.initial import check_initial, fetch_initial, warn_of_overrides
+
+    target = json.loads((Path(target_dir) / "config.json").read_text())
+    fetch_initial(init_from, digest, target, out)
+    check_initial(out, target, layer_ids)
+    warn_of_overrides(out, cfg)

@@ -1,0 +1,208 @@
+"""The draft that training goes on from: which one a name means, its files, and whether it fits the target.
+
+A name is a hub id, a directory, a URL that fsspec reads (s3://…), or runs/<run_name> of an earlier run on this machine. What is
+fetched is a copy in the Speculators format with nothing left to defaults. Only JSON and safetensors are read.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle3.config import TrainConfig
+from eagle3.draft.speculators import FLAGS, complete_config, expected_shapes, read_config, read_shapes, read_target_ids
+from eagle3.shards import digest_of
+from eagle3.target.hub import download_from_hub, hub_commit
+from eagle3.target.properties import aux_layer_ids
+from eagle3.target.weights import LENGTH_DEPENDENT_ROPE, SUPPORTED_MODEL_TYPES
+
+logger = logging.getLogger(__name__)
+FILES = ("config.json", "model.safetensors")
+IGNORED_TENSORS = ("embed_tokens.weight", "t2d", "d2t")  # the embedding is the target's; the maps have checks of their own
+
+
+def resolve_initial(init_from: str, revision: str = "") -> tuple[str, str]:
+    """Find what `init_from` stands for now, without fetching it.
+
+    Args:
+        init_from: hub id, directory, URL, or runs/<run_name>.
+        revision: hub branch, tag or commit; empty means the default branch.
+
+    Returns:
+        place: hub id, absolute directory or URL, for `fetch_initial`.
+        digest: hub commit, or digest of the files' content.
+
+    Raises:
+        ValueError: if nothing is there; names it and the remedy.
+    """
+    place = _place(init_from)
+    if _is_hub_id(place):
+        return place, hub_commit("initial draft", place, revision)
+    if revision:
+        logger.warning("train.init_revision %r is ignored: %s is not on the hub", revision, init_from)
+    return place, _content_digest(place)
+
+
+def fetch_initial(place: str, digest: str, target: dict[str, Any], out_dir: str | Path) -> None:
+    """Put the draft's files into `out_dir`, its config.json completed by `complete_config`.
+
+    Args:
+        place, digest: as `resolve_initial` found them.
+        target: the target's config.json.
+        out_dir: made if absent.
+
+    Raises:
+        ValueError: if the files are gone, have changed since, or are not an EAGLE-3 draft in the Speculators format.
+    """
+    out = Path(out_dir)
+    _copy_files(place, digest, out, FILES)
+    if not _is_hub_id(place) and _content_digest(str(out)) != digest:
+        raise ValueError(f"initial draft {place} changed while the run was going on; run again")
+    (out / "config.json").write_text(json.dumps(_completed(place, out, target), indent=2))
+
+
+def read_settings(place: str, digest: str, target: dict[str, Any]) -> dict[str, Any]:
+    """The completed config.json alone, for a check before anything expensive starts; arguments as for `fetch_initial`."""
+    with tempfile.TemporaryDirectory() as out:
+        _copy_files(place, digest, Path(out), FILES[:1])
+        return _completed(place, Path(out), target)
+
+
+def _copy_files(place: str, digest: str, out: Path, names: Sequence[str]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    if _is_hub_id(place):
+        download_from_hub("initial draft", place, digest, out, names)
+        return
+    for name in names:
+        with _open(place, name) as source, (out / name).open("wb") as copy:
+            shutil.copyfileobj(source, copy, 1 << 24)
+
+
+def _completed(place: str, copy: Path, target: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return complete_config(read_config(copy), target, aux_layer_ids([], target["num_hidden_layers"]))
+    except ValueError as e:
+        raise ValueError(f"initial draft {place}: {e}") from e
+
+
+def check_initial(draft_dir: str | Path, target: dict[str, Any], layer_ids: list[int]) -> None:
+    """Refuse a draft that cannot be trained on these states for this target: settings first, then every tensor's shape.
+
+    Args:
+        draft_dir: what `fetch_initial` made.
+        target: the target's config.json.
+        layer_ids: aux layers of the hidden states, ascending.
+
+    Raises:
+        ValueError: lists every fault.
+    """
+    config = read_config(draft_dir)
+    check_settings(config, target, layer_ids)
+    _raise_on(_tensor_faults(draft_dir, config))
+
+
+def check_settings(config: dict[str, Any], target: dict[str, Any], layer_ids: list[int]) -> None:
+    """`check_initial` for a completed config.json alone."""
+    _raise_on(_setting_faults(config, target, layer_ids))
+
+
+def _raise_on(faults: Iterable[str]) -> None:
+    if found := "; ".join(faults):
+        raise ValueError(f"the draft of train.init_from does not fit: {found}; choose another draft, or none to start afresh")
+
+
+def warn_of_overrides(draft_dir: str | Path, cfg: TrainConfig) -> None:
+    """Say which flags of the settings give way to those of the initial draft."""
+    config = read_config(draft_dir)
+    for flag in FLAGS:
+        if config[flag] != getattr(cfg, flag):
+            logger.warning("train.%s is ignored: the initial draft has %s", flag, str(config[flag]).lower())
+
+
+def _setting_faults(config: dict[str, Any], target: dict[str, Any], layer_ids: list[int]) -> Iterator[str]:
+    layer = config["transformer_layer_config"]
+    widths = (config["target_hidden_size"], layer["hidden_size"])
+    if set(widths) != {target["hidden_size"]}:
+        yield f"its target and itself must have hidden_size {target['hidden_size']}, got {widths[0]} and {widths[1]}"
+    if layer["vocab_size"] != target["vocab_size"]:
+        yield f"its target must have vocab_size {target['vocab_size']}, got {layer['vocab_size']}"
+    if layer["model_type"] not in SUPPORTED_MODEL_TYPES or layer["num_hidden_layers"] != 1:
+        yield f"it must be one llama or qwen3 layer, got {layer['num_hidden_layers']} {layer['model_type']!r}"
+    if layer.get("attention_bias") or layer.get("mlp_bias") or layer.get("hidden_act", "silu") != "silu":
+        yield "it must have neither attention_bias nor mlp_bias, and hidden_act silu"
+    if (rope := (layer.get("rope_parameters") or {}).get("rope_type")) in LENGTH_DEPENDENT_ROPE:
+        yield f"its {rope!r} RoPE depends on the length"
+    if layer["max_position_embeddings"] < target.get("max_position_embeddings", 0):
+        yield f"its max_position_embeddings {layer['max_position_embeddings']} end before the target's"
+    if config["eagle_aux_hidden_state_layer_ids"] != layer_ids:
+        yield (
+            f"it reads aux layers {config['eagle_aux_hidden_state_layer_ids']}, the states hold {layer_ids} "
+            "(set extract.layer_ids to the former)"
+        )
+    if not 1 <= config["draft_vocab_size"] <= layer["vocab_size"]:
+        yield f"draft_vocab_size must be 1 to {layer['vocab_size']}, got {config['draft_vocab_size']}"
+
+
+def _tensor_faults(draft_dir: str | Path, config: dict[str, Any]) -> Iterator[str]:
+    stored, wanted = read_shapes(draft_dir), expected_shapes(config)
+    known = wanted.keys() | set(IGNORED_TENSORS)
+    for name in sorted(stored.keys() - known):
+        yield f"tensor {name} {list(stored[name])} has no place in a draft of these settings"
+    for name, shape in wanted.items():
+        if name != "t2d" and stored.get(name) != shape:
+            yield f"tensor {name}: expected shape {list(shape)}, found {list(stored[name]) if name in stored else 'none'}"
+    if "d2t" in stored and stored["d2t"] == (config["draft_vocab_size"],):
+        target_ids = read_target_ids(draft_dir, config["draft_vocab_size"])
+        last = config["transformer_layer_config"]["vocab_size"] - 1
+        if not (target_ids.diff() > 0).all() or int(target_ids[0]) < 0 or int(target_ids[-1]) > last:
+            yield f"tensor d2t must map to ascending target ids from 0 to {last}"
+
+
+def _place(init_from: str) -> str:
+    if "://" in init_from:
+        return init_from.rstrip("/")
+    path = Path(init_from).expanduser()
+    if (path / "summary.json").is_file():
+        return str(json.loads((path / "summary.json").read_text())["export_dir"])
+    if path.is_dir():
+        return str(path.resolve())
+    if init_from.startswith(("/", ".", "~", "runs/")) or init_from.count("/") > 1:
+        raise ValueError(
+            f"train.init_from {init_from}: no such directory on the machine that looks for it; correct it, and in a remote run "
+            "give a hub id like org/draft or a URL like s3://bucket/draft: a pod cannot read directories of your machine"
+        )
+    return init_from
+
+
+def _is_hub_id(place: str) -> bool:
+    return "://" not in place and not Path(place).is_absolute()
+
+
+def _open(place: str, name: str) -> Any:
+    import fsspec
+
+    try:
+        return fsspec.open(f"{place}/{name}", "rb").open()
+    except FileNotFoundError as e:
+        raise ValueError(
+            f"initial draft {place} has no {name}; give a draft in the Speculators format, its weights in one file"
+        ) from e
+
+
+def _content_digest(place: str) -> str:
+    digests = []
+    for name in FILES:
+        with _open(place, name) as f:
+            digests.append(_sha256(f))
+    return digest_of(*digests)
+
+
+def _sha256(file: Any) -> str:
+    sha = hashlib.sha256()
+    while block := file.read(1 << 24):
+        sha.update(block)
+    return sha.hexdigest()

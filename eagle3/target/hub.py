@@ -1,0 +1,53 @@
+"""The Hugging Face hub: which commit a revision means now, and its files; every fault says what to check."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def hub_commit(what: str, name: str, revision: str) -> str:
+    """Find the commit that `revision` (empty: the default branch) of a hub id stands for now.
+
+    Args:
+        what: what is looked for, for the message: "target" or "initial draft".
+
+    Raises:
+        ConnectionError: where another try may help.
+        ValueError: where only another setting does.
+    """
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    try:
+        return str(HfApi().model_info(name, revision=revision or None, timeout=20).sha)
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as e:
+        raise _hub_error(what, name, revision, e) from e
+
+
+def download_from_hub(
+    what: str, name: str, revision: str, out_dir: str | Path, patterns: Sequence[str], ignored: Sequence[str] = ()
+) -> None:
+    """Put the files of a hub id that match `patterns` and none of `ignored` into `out_dir`; raises as `hub_commit` does."""
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        snapshot_download(
+            name, revision=revision or None, local_dir=out_dir, allow_patterns=list(patterns), ignore_patterns=list(ignored)
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as e:
+        raise _hub_error(what, name, revision, e) from e
+    shutil.rmtree(Path(out_dir) / ".cache", ignore_errors=True)
+
+
+def _hub_error(what: str, name: str, revision: str, error: Exception) -> Exception:
+    import httpx
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    passing = isinstance(error, httpx.TransportError) or (status is not None and status >= 500)
+    return (ConnectionError if passing else ValueError)(
+        f"{what} {name} (revision {revision or 'default'}) cannot be had from the hub: {type(error).__name__}: {error}; "
+        "check the id, the network and HF_TOKEN, or give a local copy"
+    )
