@@ -31,8 +31,8 @@ class PackedBatch:
     slots [S] int64, pack positions p trained at step 0, ascending; slot_rows [S] int64, the row of each;
     last [S, H], last hidden state at p + 1; valid [I, S] bool, True where slot s is trained at step i; sample_ids: R ids.
 
-    The state that labels slot s at step i, at position p + 1 + i, is last[s + i]: wherever (s, i) is valid, the i positions after p
-    are slots too.
+    The state that labels slot s at step i, at position p + 1 + i, is last[s + i]: wherever (s, i) is valid, the i positions after
+    p are slots too.
     """
 
     token_ids: Tensor
@@ -55,7 +55,7 @@ class PackedBatch:
         return self.token_ids[(self.slots + 2 + steps).clamp(max=len(self.token_ids) - 1)]
 
     def slot_weights(self, averaging: str) -> tuple[Tensor, int]:
-        """[S] float32 weight of every slot and the sum of the weights: 1 each, or ("conversation") 1 a row, shared by its slots."""
+        """[S] float32 weight of every slot, and their sum: 1 each, or ("conversation") 1 a row, shared by its slots."""
         if averaging == "token":
             return torch.ones(len(self.slots), device=self.slots.device), len(self.slots)
         counts = torch.bincount(self.slot_rows, minlength=len(self.sample_ids))
@@ -64,13 +64,9 @@ class PackedBatch:
     def without_slots(self) -> "PackedBatch":
         """The same rows, nothing trained: what a process does in a step that has no pack for it."""
         none = slice(0, 0)
-        kept = {
-            "slots": self.slots[none],
-            "slot_rows": self.slot_rows[none],
-            "valid": self.valid[:, none],
-            "last": self.last[none],
-        }
-        return replace(self, **kept)
+        return replace(
+            self, slots=self.slots[none], slot_rows=self.slot_rows[none], valid=self.valid[:, none], last=self.last[none]
+        )
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Copy to a device."""

@@ -4,9 +4,10 @@ One softmax runs over the union. With O0 and L0 the output and log-sum-exp over 
 
     L = logaddexp(L0, e_1 … e_J)      O = exp(L0 - L) O0 + Σ_j exp(e_j - L) v_j
 
-so no mask of size T × (T · steps) ever exists. Only supervised slots have queries; step-0 keys are dense. Three exact forms behind
-`unroll_attention`: torch's flash kernels over blocks of queries (CPU), FlexAttention for the step-0 part (CUDA; it has no backward on
-a CPU), and whole score matrices (the reference). What they need to know of a pack is worked out once, in `StepZeroKeys`.
+so no mask of size T × (T · steps) ever exists. Only supervised slots have queries; step-0 keys are dense. Three exact forms
+behind `unroll_attention`: torch's flash kernels over blocks of queries (CPU), FlexAttention for the step-0 part (CUDA; it has no
+backward on a CPU), and whole score matrices (the reference). What they need to know of a pack is worked out once, in
+`StepZeroKeys`.
 """
 
 from collections.abc import Callable
@@ -72,7 +73,8 @@ def unroll_attention(q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Te
         [S, N, D], dtype of q. Scores are scaled by D ** -0.5; softmax at least in float32.
     """
     form = {"cpu": blockwise_attention, "cuda": flex_attention_form}.get(q.device.type, dense_attention)
-    return form(q, k0, v0, own_k, own_v, keys)
+    out: Tensor = form(q, k0, v0, own_k, own_v, keys)
+    return out
 
 
 def dense_attention(q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: StepZeroKeys) -> Tensor:
@@ -90,7 +92,7 @@ def dense_attention(q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Ten
 
 
 def blockwise_attention(q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: StepZeroKeys) -> Tensor:
-    """`unroll_attention` on a CPU: a flash kernel for each block of queries over their row's keys, own keys merged into its result."""
+    """`unroll_attention` on a CPU: a flash kernel for each block of queries over their row's keys, own keys merged in."""
     return BlockwiseAttention.apply(q, k0, v0, own_k, own_v, keys)  # type: ignore[no-any-return]
 
 
@@ -154,8 +156,8 @@ def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class BlockwiseAttention(torch.autograd.Function):
-    """Exact in both directions: torch's CPU flash kernels take and give the log-sum-exp, so their backward runs with the merged O and
-    L. Inner layout: heads of one key group side by side, [G, S · N/G, D]."""
+    """Exact in both directions: torch's CPU flash kernels give and take the log-sum-exp, so their backward runs with the merged O
+    and L. Inner layout: heads of one key group side by side, [G, S · N/G, D]."""
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -21,15 +21,15 @@ from torch.nn import functional as F
 
 from eagle3.batch import PackedBatch
 
-# Logits that exist at once in each of the four buffers of a chunk: 8 MiB in float32 on a CPU, to stay near its cache; 256 MiB on a
-# GPU, to keep it busy.
+# Logits that exist at once in each of the four buffers of a chunk: 8 MiB in float32 on a CPU, to stay near its cache; 256 MiB
+# on a GPU, to keep it busy.
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
 class TargetHead:
-    """The frozen side of the loss: norm gain [H], epsilon, head rows of the draft vocabulary [K, H], its target ids [K] int64, and
-    the whole head [V, H]; rows and head in the compute dtype."""
+    """The frozen side of the loss: norm gain [H], epsilon, head rows of the draft vocabulary [K, H], its target ids [K] int64,
+    and the whole head [V, H]; rows and head in the compute dtype."""
 
     norm_weight: Tensor
     norm_eps: float
@@ -170,7 +170,8 @@ def _target_softmax(logits: Tensor, p: Tensor) -> Tensor:
     p = p[: len(logits)]
     top = logits.amax(-1)
     torch.softmax(logits, -1, out=p)
-    return torch.linalg.vecdot(p, logits) - top + p.amax(-1).log()
+    neg_entropy: Tensor = torch.linalg.vecdot(p, logits) - top + p.amax(-1).log()
+    return neg_entropy
 
 
 def _kl_and_gradient(logits: Tensor, p: Tensor, neg_entropy: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,8 +2,8 @@
 
 It holds the trained weights and optimizer state in their own precision, the best weights so far, the metrics so far and the step.
 The data position is the step (plan.py is a pure function of data and settings) and no random number is drawn after the
-initialisation, so there is no generator state to keep: a run that goes on from it ends with the same weights bit for bit on a CPU.
-Frozen tensors are not in it.
+initialisation, so there is no generator state to keep: a run that goes on from it ends with the same weights, bit for bit on a
+CPU. Frozen tensors are not in it.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Training in processes of its own: one, or torchrun with one for each GPU. The caller waits, and hears why they ended.
 
-A trainer that is told to stop (SIGTERM, Ctrl-C) finishes its step, saves and ends with PREEMPTED_CODE; bad data or settings end it with
-REFUSED_CODE and the message in error-<rank>.txt; any other end is a fault of the process or the machine.
+A trainer that is told to stop (SIGTERM, Ctrl-C) finishes its step, saves and ends with PREEMPTED_CODE; bad data or settings end
+it with REFUSED_CODE and the message in error-<rank>.txt; any other end is a fault of the process or the machine.
 """
 
 import os

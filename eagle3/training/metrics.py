@@ -1,7 +1,7 @@
 """Figures of a training run: one JSON line a step, rates, memory and time left on the way.
 
-Tensors are read back every FLUSH_EVERY steps only, so that no step waits for a metric. A loss that is not finite is found then, at
-the latest before the next checkpoint, so it never gets into one.
+Tensors are read back every FLUSH_EVERY steps only, so that no step waits for a metric. A loss that is not finite is found then,
+at the latest before the next checkpoint, so it never gets into one.
 """
 
 import json
@@ -50,7 +50,7 @@ class MetricLog:
 
         Args:
             rows: sample ids that this process trained on in the step.
-            figures: loss and gradient_norm of the step, own_loss of this process, tokens, supervised, wait_s, and what else to log.
+            figures: loss and gradient_norm of the step, own_loss of this process, tokens, supervised, wait_s, what else to log.
         """
         due = self.is_due(step)
         self.pending.append({"step": step, **figures})
@@ -66,7 +66,9 @@ class MetricLog:
         """
         if not self.pending:
             return
-        lines = [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in figures.items()} for figures in self.pending]
+        lines: list[dict[str, Any]] = [
+            {k: v.tolist() if isinstance(v, Tensor) else v for k, v in figures.items()} for figures in self.pending
+        ]
         rows, self.pending, self.rows = self.rows, [], []
         for line, ids in zip(lines, rows, strict=True):
             _check_finite(line, line.pop("own_loss"), ids)

@@ -1,6 +1,6 @@
 """What a run will do, from row lengths and settings alone: which packs every optimizer step trains, and when it validates.
 
-The same for any number of processes: a step's packs are dealt out to them, so the sum over a step does not depend on who ran what.
+The same for any number of processes: a step's packs are dealt out to them, and the sum over a step is that of all its packs.
 """
 
 import json

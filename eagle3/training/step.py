@@ -1,8 +1,8 @@
 """One optimizer step over the packs of all processes, and the judging of held-out packs.
 
-The loss of a step is the sum of step weight · slot weight · loss over every valid (slot, step) pair of all its packs, divided by the
-sum of the slot weights: a step is the same however its packs are dealt out. Gradients are summed first and divided last, so no
-process needs to know the others' packs beforehand; one without supervised slots adds zeros.
+The loss of a step is the sum of step weight · slot weight · loss over every valid (slot, step) pair of all its packs, divided by
+the sum of the slot weights: a step is the same however its packs are dealt out. Gradients are summed first and divided last, so
+no process needs to know the others' packs beforehand; one without supervised slots adds zeros.
 """
 
 from collections.abc import Iterable
@@ -49,8 +49,8 @@ class Objective(nn.Module):
 
 @dataclass(frozen=True)
 class Trainer:
-    """What every step works on. objective: wrapped for data parallelism where there are several processes. in_draft: [V] bool, True
-    for tokens of the draft vocabulary. step_weights: [I]."""
+    """What every step works on. parallel: the objective, wrapped for data parallelism where there are several processes.
+    in_draft: [V] bool, True for tokens of the draft vocabulary. step_weights: [I]."""
 
     objective: Objective
     parallel: nn.Module

@@ -139,7 +139,7 @@ def test_a_dead_trainer_is_a_runtime_error(inputs: dict[str, Any], tmp_path: Pat
 
 @pytest.mark.parametrize("averaging", ["token", "conversation"])
 def test_two_processes_equal_one(inputs: dict[str, Any], tmp_path: Path, averaging: str) -> None:
-    """packs_per_step 3 gives two packs to one process and one to the other, and the last step of an epoch may have none for it."""
+    """Three packs a step: two for one process, one for the other, and perhaps none in an epoch's last step."""
     settings = {"packs_per_step": 3, "epochs": 3, "averaging": averaging, "learning_rate": 1e-4}
     for processes in (1, 2):
         train_in_processes(make_job(inputs, tmp_path / str(processes), processes=processes, **settings))
