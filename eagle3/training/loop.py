@@ -58,10 +58,16 @@ def make_plan(rows: ShardRows, cfg: TrainConfig, extra: str) -> Plan:
     training, validating = rows.split(cfg.validation_rows)
     if not training:
         raise ValueError(f"{len(rows.lengths)} rows leave none to train on; add prompts or lower train.validation_rows")
-    epochs = [plan_packs(rows.lengths, training, cfg.pack_tokens, cfg.seed, epoch) for epoch in range(cfg.epochs)]
+
+    def plan(selected: list[int], epoch: int) -> list[list[int]]:
+        packs = plan_packs(rows.lengths, rows.chunk_of, selected, cfg.pack_tokens, cfg.seed, epoch, cfg.shuffle_chunks)
+        rows.check_budget(packs)
+        return packs
+
+    epochs = [plan(training, epoch) for epoch in range(cfg.epochs)]
     packs = [pack for epoch in epochs for pack in epoch]
     epoch_ends = list(itertools.accumulate(len(epoch) for epoch in epochs))
-    validation = plan_packs(rows.lengths, validating, cfg.pack_tokens, cfg.seed, 0)
+    validation = plan(validating, 0)
     identity = digest_of(cfg.model_dump_json(), extra, *rows.sample_ids, *map(str, rows.lengths))
     return Plan(packs, epoch_ends, validation, identity)
 
