@@ -24,8 +24,9 @@ from eagle3.training.remote import Chunk, Stopped, fetch
 logger = logging.getLogger(__name__)
 # A core hashes about 1 GB/s; a large GPU trains through 3 to 4 GB/s.
 FETCH_THREADS = 4
-# Local chunks are hashed no farther ahead than this, so that the page cache still holds them when they are read.
-LOCAL_AHEAD_PACKS = 64
+# Local chunks are hashed no farther ahead than this, so that the page cache still holds them when they are read. A chunk that is
+# not needed for longer than this is opened anew, so that its pages leave the process's memory.
+NEAR_PACKS = 64
 CACHED_NAME = re.compile(r"chunk-\d{7}-[0-9a-f]{64}\.safetensors(\.part)?")
 
 
@@ -72,12 +73,15 @@ class Course:
         if distance < float("inf"):
             heapq.heappush(self.queue, (self.position + int(distance), chunk))
 
-    def finish(self, pack: int) -> None:
-        """Note that the pack was read."""
+    def finish(self, pack: int) -> set[int]:
+        """Note that the pack was read; returns the chunks of the packs that the position has passed by that."""
         self.read.add(pack)
+        passed: set[int] = set()
         while self.position in self.read:
             self.read.remove(self.position)
+            passed.update(self.needs[self.position])
             self.position += 1
+        return passed
 
 
 class ChunkCache:
@@ -95,6 +99,7 @@ class ChunkCache:
         self.ready: dict[int, ChunkReader] = {}
         self.coming: set[int] = set()
         self.stored: set[int] = set()
+        self.checked: set[int] = set()
         self.pins: Counter[int] = Counter()
         self.courses: list[Course] = []
         self.changed = threading.Condition()
@@ -192,7 +197,9 @@ class ChunkCache:
             held.clear()
             with self.changed:
                 self.pins.subtract(needs)
-                course.finish(pack)
+                for chunk in course.finish(pack):
+                    if not self.pins[chunk] and self._distance(chunk) > NEAR_PACKS:
+                        self._close(chunk)
                 self.changed.notify_all()
 
     def _work(self, course: Course) -> None:
@@ -207,11 +214,10 @@ class ChunkCache:
                 self.coming.remove(number)
                 if reader is not None:
                     self.ready[number] = reader
+                    self.checked.add(number)
                 else:
-                    self._remove(number)
                     course.failed[number] = failure or Stopped()
-                    for other in self.courses:
-                        other.requeue(number)
+                    self._remove(number)
                 self.changed.notify_all()
 
     def _claim(self, course: Course) -> int | None:
@@ -231,10 +237,10 @@ class ChunkCache:
         """Evict chunks that are used later than at `distance`, farthest first, if that makes room for chunk `number`."""
         chunk = self.chunks[number]
         if not chunk.is_remote:
-            return distance <= LOCAL_AHEAD_PACKS
+            return distance <= NEAR_PACKS
         missing = 0 if number in self.stored else chunk.disk_bytes + self.disk_bytes(self.stored) - self.cache_bytes
         victims = []
-        later = ((min(course.distance(c) for course in self.courses), c) for c in self.stored - self.coming if not self.pins[c])
+        later = ((self._distance(c), c) for c in self.stored - self.coming if not self.pins[c])
         for until_use, victim in sorted(later, reverse=True):
             if missing <= 0 or until_use <= distance:
                 break
@@ -243,25 +249,32 @@ class ChunkCache:
         if missing > 0:
             return False
         for victim in victims:
-            self.ready.pop(victim, None)
             self._remove(victim)
-            for course in self.courses:
-                course.requeue(victim)
         return True
 
+    def _distance(self, number: int) -> float:
+        return min((course.distance(number) for course in self.courses), default=float("inf"))
+
+    def _close(self, number: int) -> None:
+        self.ready.pop(number, None)
+        for course in self.courses:
+            course.requeue(number)
+
     def _remove(self, number: int) -> None:
+        self._close(number)
         if number in self.stored:
             self._path(number).unlink(missing_ok=True)
             self.stored.remove(number)
+            self.checked.discard(number)
 
     def _make_ready(self, number: int, stopped: threading.Event) -> ChunkReader:
         """Fetch a chunk if it is not there, check it and open it."""
         chunk, path = self.chunks[number], self._path(number)
         if not chunk.is_remote:
-            return ChunkReader(path, chunk.entry)
+            return ChunkReader(path, chunk.entry, is_checked=number in self.checked)
         if path.exists():
             try:
-                return ChunkReader(path, chunk.entry)
+                return ChunkReader(path, chunk.entry, is_checked=number in self.checked)
             except ValueError as e:
                 logger.warning("%s, fetching it again", e)
                 path.unlink()
