@@ -205,20 +205,24 @@ class ChunkCache:
     def _work(self, course: Course) -> None:
         """Make ready what the course needs next, until it ends."""
         while (number := self._claim(course)) is not None:
-            failure, reader = None, None
-            try:
-                reader = self._make_ready(number, course.stopped)
-            except Exception as e:
-                failure = e
-            with self.changed:
-                self.coming.remove(number)
-                if reader is not None:
-                    self.ready[number] = reader
-                    self.checked.add(number)
-                else:
-                    course.failed[number] = failure or Stopped()
-                    self._remove(number)
-                self.changed.notify_all()
+            self._bring(number, course)
+
+    def _bring(self, number: int, course: Course) -> None:
+        failure, readers = None, []
+        try:
+            readers.append(self._make_ready(number, course.stopped))
+        except Exception as e:
+            failure = e
+        with self.changed:
+            self.coming.remove(number)
+            if failure is None:
+                # Popped: a reader that this thread held on to would keep the file mapped after its eviction.
+                self.ready[number] = readers.pop()
+                self.checked.add(number)
+            else:
+                course.failed[number] = failure
+                self._remove(number)
+            self.changed.notify_all()
 
     def _claim(self, course: Course) -> int | None:
         """Wait until the nearest missing chunk has room, and reserve it; None when the course has ended."""
@@ -275,8 +279,8 @@ class ChunkCache:
         if path.exists():
             try:
                 return ChunkReader(path, chunk.entry, is_checked=number in self.checked)
-            except ValueError as e:
-                logger.warning("%s, fetching it again", e)
+            except ValueError:
+                logger.warning("%s no longer holds %s, fetching it again", path, chunk.path)
                 path.unlink()
         part = path.with_suffix(".safetensors.part")
         try:

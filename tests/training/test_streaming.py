@@ -114,6 +114,7 @@ class Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
         self.urls: list[str] = []
         self.most = 0
+        self.lost: list[str] = []
         self.dir = cache_dir
         self.lock = threading.Lock()
         fetch = chunk_cache.fetch
@@ -136,6 +137,14 @@ class Watch:
                 continue
         with self.lock:
             self.most = max(self.most, total)
+            self.lost += deleted_but_mapped(self.dir)
+
+
+def deleted_but_mapped(directory: Path) -> list[str]:
+    """Files that are gone from a directory and still take disk space, where the system tells."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    return [line for line in lines if str(directory) in line and line.endswith("(deleted)")]
 
 
 def test_rows_are_known_from_the_manifests_alone(shard_dirs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +190,7 @@ def test_s3_streams_what_the_local_disk_holds_within_a_budget_below_the_data(
         batches.append(batch)
     assert_same(batches, read(local, packs))
     assert 0 < watch.most <= budget
+    assert watch.lost == []
     assert len(watch.urls) == len(set(watch.urls)) == len(rows.chunk_bytes)
     tail = len(packs) // 2
     resumed = ShardRows(urls, tmp_path / "other", budget)
