@@ -13,25 +13,32 @@ chunk lays its rows' tokens end to end:
     last            [M, H]           last hidden state, before the final norm, only where a loss needs it:
     last_positions  [M] int64        positions q with loss_mask[q] and loss_mask[q + 1] in one row, ascending
 
-`sample_ids` stand in the manifest. Digests hash content, never paths: the same rows give the same digest anywhere. A hidden-state
+The manifest is JSON: the format version, counts, `info`, and for each chunk {file, sample_ids, lengths, bytes, sha256}: ids and
+numbers of tokens of its rows in order, size and SHA-256 (64 hex digits) of the file. So a run is planned from manifests alone,
+and whoever opens a chunk first checks all of it. Version 1 had neither lengths nor sha256.
+
+Digests hash content, never paths: the same rows give the same digest anywhere. A hidden-state
 shard's digest covers its token rows and everything that decides the states (`info`: target, layers, engine, versions), not their
 bytes: the last bits of a state depend on which rows the engine happened to batch.
 """
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
+CHUNK_NAME = re.compile(r"chunk-\d+\.safetensors")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -166,6 +173,12 @@ def hidden_state_bytes(tokens: int, supervised_tokens: int, num_aux: int, hidden
     return tokens * (num_aux * per_state + 5) + supervised_tokens * (per_state + 8)
 
 
+def file_sha256(path: str | Path) -> str:
+    """SHA-256 of a file's bytes, 64 hex digits."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
 class HiddenStateWriter:
     """Writes one hidden-state shard chunk by chunk; `close` writes the manifest, and only then is it a shard.
 
@@ -229,8 +242,15 @@ class HiddenStateWriter:
         name = f"chunk-{len(self.chunks):05d}.safetensors"
         part = self.dir / f"{name}.part"
         save_file(tensors, part)
+        entry = {
+            "file": name,
+            "sample_ids": [r.sample_id for r in rows],
+            "lengths": [len(r.token_ids) for r in rows],
+            "bytes": part.stat().st_size,
+            "sha256": file_sha256(part),
+        }
         part.replace(self.dir / name)
-        self.chunks.append({"file": name, "sample_ids": [r.sample_id for r in rows], "bytes": (self.dir / name).stat().st_size})
+        self.chunks.append(entry)
         self.pending, self.pending_bytes = [], 0
 
     def close(self) -> dict[str, Any]:
@@ -258,73 +278,138 @@ class HiddenStateWriter:
         return manifest
 
 
-def read_manifest(shard_dir: str | Path) -> dict[str, Any]:
-    """Read and check a hidden-state shard's manifest.
+def parse_manifest(text: str | bytes | None, path: str | Path) -> dict[str, Any]:
+    """Check the text of a hidden-state shard's manifest.
+
+    Args:
+        text: what the file holds; None where there is no such file.
+        path: path or URL for messages.
 
     Raises:
-        ValueError: if it is missing, unreadable, of another format version, or names a chunk file that is gone or cut short.
+        ValueError: if it is missing, unreadable or of another format version.
     """
-    path = Path(shard_dir) / MANIFEST_NAME
+    if text is None:
+        raise ValueError(f"{path} is missing: the shard was not finished; delete the directory and run again")
     try:
-        manifest = cast(dict[str, Any], json.loads(path.read_text()))
+        manifest = cast(dict[str, Any], json.loads(text))
         version = manifest["format_version"]
-    except FileNotFoundError as e:
-        raise ValueError(f"{path} is missing: the shard was not finished; delete the directory and run again") from e
+        if version == FORMAT_VERSION:
+            for chunk in manifest["chunks"]:
+                _check_entry(chunk)
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path} is not a manifest ({e}); delete the directory and run again") from e
     if version != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format version {version}, this reader reads {FORMAT_VERSION}; extract again or update eagle3"
         )
-    for chunk in manifest["chunks"]:
-        file = path.parent / Path(chunk["file"]).name
-        size = file.stat().st_size if file.exists() else -1
-        if size != chunk["bytes"]:
-            raise ValueError(f"{file}: {chunk['bytes']} bytes expected, {size} found; delete the directory and run again")
     return manifest
 
 
+def _check_entry(chunk: dict[str, Any]) -> None:
+    # Names become paths on the reader's disk: nothing but a chunk's own name may come through.
+    chunk["file"] = Path(chunk["file"]).name
+    if not CHUNK_NAME.fullmatch(chunk["file"]) or not SHA256.fullmatch(chunk["sha256"]) or int(chunk["bytes"]) < 0:
+        raise ValueError(f"no chunk is described by file {chunk['file']!r}, sha256 {chunk['sha256']!r}, bytes {chunk['bytes']!r}")
+    if len(chunk["lengths"]) != len(chunk["sample_ids"]):
+        raise ValueError(f"{chunk['file']} has {len(chunk['lengths'])} lengths but {len(chunk['sample_ids'])} sample ids")
+
+
+def read_manifest(shard_dir: str | Path) -> dict[str, Any]:
+    """Read and check a hidden-state shard's manifest, and the sizes of its chunk files.
+
+    Raises:
+        ValueError: if it is missing, unreadable, of another format version, or names a chunk file that is gone or cut short.
+    """
+    path = Path(shard_dir) / MANIFEST_NAME
+    manifest = parse_manifest(path.read_bytes() if path.exists() else None, path)
+    for chunk in manifest["chunks"]:
+        file = path.parent / chunk["file"]
+        check_chunk_size(file.stat().st_size if file.exists() else None, chunk, file)
+    return manifest
+
+
+def check_chunk_size(size: int | None, entry: dict[str, Any], name: str | Path) -> None:
+    """Compare a chunk file's size, bytes, None if there is none, with its manifest entry; `name` is its path or URL.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    if size != entry["bytes"]:
+        _damaged(name, f"{entry['bytes']} bytes", "no file" if size is None else f"{size} bytes")
+
+
+def _damaged(name: str | Path, expected: str, found: str) -> NoReturn:
+    shard = str(name).rpartition("/")[0]
+    raise ValueError(f"{name}: {expected} expected, {found} found; the shard {shard} is damaged: delete it and run again")
+
+
+class ChunkReader:
+    """The rows of one chunk file by number, memory-mapped: only what is asked for is read, after one check of the whole file.
+
+    Rows are views of the mapped file: copy what has to outlive it.
+    """
+
+    def __init__(self, path: str | Path, entry: dict[str, Any], name: str = "", is_checked: bool = False) -> None:
+        """Open and check a chunk file.
+
+        Args:
+            path: the file.
+            entry: its entry in the manifest.
+            name: what messages call it, where it is a copy of something else.
+            is_checked: this process has found its content sound before.
+
+        Raises:
+            ValueError: if size or content are not those of the manifest.
+        """
+        name = name or str(path)
+        check_chunk_size(Path(path).stat().st_size if Path(path).exists() else None, entry, name)
+        if not is_checked and (found := file_sha256(path)) != entry["sha256"]:
+            _damaged(name, f"sha256 {entry['sha256']}", found)
+        self.sample_ids: list[str] = entry["sample_ids"]
+        self.file: Any = safe_open(path, framework="pt")
+        self.offsets: list[int] = self.file.get_tensor("row_offsets").tolist()
+        self.last_positions: Tensor = self.file.get_tensor("last_positions")
+
+    def row(self, index: int) -> HiddenStateRow:
+        """Read row `index` of the chunk."""
+        start, stop = self.offsets[index], self.offsets[index + 1]
+        m0, m1 = torch.searchsorted(self.last_positions, torch.tensor([start, stop])).tolist()
+        return HiddenStateRow(
+            self.sample_ids[index],
+            self.file.get_slice("token_ids")[start:stop].long(),
+            self.file.get_slice("loss_mask")[start:stop],
+            self.file.get_slice("aux")[start:stop],
+            self.file.get_slice("last")[m0:m1],
+            self.last_positions[m0:m1] - start,
+        )
+
+
 class HiddenStateReader:
-    """Random access to the rows of a finished shard; chunks are memory-mapped, only what is asked for is read.
+    """Random access to the rows of a finished shard on the local disk; a chunk is opened and checked when first read.
 
     lengths: tokens of every row. sample_ids: their ids. manifest: the manifest.
     """
 
     def __init__(self, shard_dir: str | Path) -> None:
+        self.dir = Path(shard_dir)
         self.manifest = read_manifest(shard_dir)
-        self.lengths: list[int] = []
-        self.sample_ids: list[str] = []
-        self.where: list[tuple[int, int]] = []
-        self.chunks: list[Any] = []
-        self.offsets: list[Tensor] = []
-        for number, chunk in enumerate(self.manifest["chunks"]):
-            path = Path(shard_dir) / Path(chunk["file"]).name
-            try:
-                file = safe_open(path, framework="pt")
-            except SafetensorError as e:
-                raise ValueError(f"{path} is not a readable chunk ({e}); delete the directory and run again") from e
-            offsets = file.get_tensor("row_offsets")
-            self.chunks.append(file)
-            self.offsets.append(offsets)
-            self.lengths += offsets.diff().tolist()
-            self.sample_ids += chunk["sample_ids"]
-            self.where += [(number, r) for r in range(len(chunk["sample_ids"]))]
+        chunks = self.manifest["chunks"]
+        self.lengths: list[int] = [n for chunk in chunks for n in chunk["lengths"]]
+        self.sample_ids: list[str] = [i for chunk in chunks for i in chunk["sample_ids"]]
+        self.where = [(number, r) for number, chunk in enumerate(chunks) for r in range(len(chunk["lengths"]))]
+        self.opened: dict[int, ChunkReader] = {}
 
     def row(self, index: int) -> HiddenStateRow:
-        """Read row `index`, in shard order."""
+        """Read row `index`, in shard order.
+
+        Raises:
+            ValueError: if its chunk is damaged.
+        """
         number, r = self.where[index]
-        file, offsets = self.chunks[number], self.offsets[number]
-        start, stop = int(offsets[r]), int(offsets[r + 1])
-        positions = file.get_tensor("last_positions")
-        m0, m1 = torch.searchsorted(positions, torch.tensor([start, stop])).tolist()
-        return HiddenStateRow(
-            self.sample_ids[index],
-            file.get_slice("token_ids")[start:stop].long(),
-            file.get_slice("loss_mask")[start:stop],
-            file.get_slice("aux")[start:stop],
-            file.get_slice("last")[m0:m1],
-            positions[m0:m1] - start,
-        )
+        if number not in self.opened:
+            entry = self.manifest["chunks"][number]
+            self.opened[number] = ChunkReader(self.dir / entry["file"], entry)
+        return self.opened[number].row(r)
 
 
 def read_hidden_states(shard_dir: str | Path) -> Iterator[HiddenStateRow]:

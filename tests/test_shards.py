@@ -1,6 +1,8 @@
 """Both shard formats: what is written is what is read, digests know content only, and damage is named."""
 
+import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +173,7 @@ def test_rows_can_be_read_in_any_order(tmp_path: Path) -> None:
     rows = token_rows()
     write_states(tmp_path, rows)
     reader = HiddenStateReader(tmp_path)
-    assert len(reader.chunks) > 1
+    assert len(reader.manifest["chunks"]) > 1
     assert reader.lengths == [len(r.token_ids) for r in rows]
     assert reader.sample_ids == [r.sample_id for r in rows]
     for index in (5, 0, 3, 3, 2):
@@ -187,6 +189,10 @@ def test_manifest_counts_what_the_chunks_hold(tmp_path: Path) -> None:
     assert manifest["supervised_tokens"] == sum(sum(r.loss_mask) for r in rows)
     assert manifest["info"] == INFO
     assert manifest["bytes"] == sum(p.stat().st_size for p in tmp_path.glob("*.safetensors"))
+    assert [n for c in manifest["chunks"] for n in c["lengths"]] == [len(r.token_ids) for r in rows]
+    for chunk in manifest["chunks"]:
+        data = (tmp_path / chunk["file"]).read_bytes()
+        assert (chunk["bytes"], chunk["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([c["file"] for c in manifest["chunks"]] + ["manifest.json"])
 
 
@@ -230,18 +236,45 @@ def test_a_broken_manifest_is_named(tmp_path: Path, text: str) -> None:
         HiddenStateReader(tmp_path)
 
 
-def test_another_format_version_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 99])
+def test_an_older_and_a_newer_format_version_are_named(tmp_path: Path, version: int) -> None:
     manifest = write_states(tmp_path, token_rows())
-    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
-    with pytest.raises(ValueError, match=r"manifest\.json has format version 99, this reader reads 1; extract again or update"):
+    for chunk in manifest["chunks"]:
+        del chunk["lengths"], chunk["sha256"]
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "format_version": version}))
+    with pytest.raises(ValueError, match=rf"format version {version}, this reader reads 2; extract again or update eagle3"):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"file": ".."}, "no chunk is described by file '..'"),
+        ({"file": "/etc/passwd"}, "no chunk is described by file 'passwd'"),
+        ({"sha256": "../../x"}, "no chunk is described by .* sha256 '../../x'"),
+        ({"lengths": [1]}, "chunk-00000.safetensors has 1 lengths but 3 sample ids"),
+    ],
+)
+def test_a_manifest_that_describes_no_chunk_is_named(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    manifest = write_states(tmp_path, token_rows())
+    manifest["chunks"][0] |= changed
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=f"manifest.json is not a manifest .{message}.*; delete the directory and run again"):
+        read_manifest(tmp_path)
+
+
+def test_a_chunk_is_sought_only_in_its_shard(tmp_path: Path) -> None:
+    manifest = write_states(tmp_path / "shard", token_rows())
+    manifest["chunks"][0]["file"] = "../../chunk-00000.safetensors"
+    (tmp_path / "shard" / "manifest.json").write_text(json.dumps(manifest))
+    assert next(read_hidden_states(tmp_path / "shard")).sample_id == "id-0"
 
 
 def test_a_missing_chunk_is_named(tmp_path: Path) -> None:
     write_states(tmp_path, token_rows())
     (tmp_path / "chunk-00001.safetensors").unlink()
     with pytest.raises(
-        ValueError, match=r"chunk-00001\.safetensors: \d+ bytes expected, -1 found; delete the directory and run again"
+        ValueError, match=r"chunk-00001\.safetensors: \d+ bytes expected, no file found; the shard .* is damaged: delete it"
     ):
         read_manifest(tmp_path)
 
@@ -251,18 +284,23 @@ def test_a_truncated_chunk_is_named(tmp_path: Path, keep: int) -> None:
     write_states(tmp_path, token_rows())
     path = tmp_path / "chunk-00000.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"chunk-00000\.safetensors: \d+ bytes expected, \d+ found; delete the directory"):
+    with pytest.raises(ValueError, match=r"chunk-00000\.safetensors: \d+ bytes expected, \d+ bytes found; the shard .* is dam"):
         HiddenStateReader(tmp_path)
 
 
-def test_a_chunk_of_the_right_size_but_with_another_content_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [0, 100, -1])
+def test_a_corrupt_byte_is_named_when_its_chunk_is_first_read(tmp_path: Path, place: int) -> None:
     write_states(tmp_path, token_rows())
-    path = tmp_path / "chunk-00000.safetensors"
-    path.write_bytes(b"\xff" * path.stat().st_size)
-    with pytest.raises(
-        ValueError, match=r"chunk-00000\.safetensors is not a readable chunk .*; delete the directory and run again"
-    ):
-        HiddenStateReader(tmp_path)
+    path = tmp_path / "chunk-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    reader = HiddenStateReader(tmp_path)
+    assert reader.row(0).sample_id == "id-0"
+    sha256, found = reader.manifest["chunks"][1]["sha256"], hashlib.sha256(data).hexdigest()
+    message = f"{path}: sha256 {sha256} expected, {found} found; the shard {tmp_path} is damaged: delete it and run again"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        reader.row(3)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])

@@ -1,54 +1,110 @@
-"""Which rows train together, in which order, and their reading: packs of whole rows, planned from lengths alone.
+"""Which rows train together, in which order, and their reading: packs of whole rows, planned from the manifests alone.
 
-The order is a pure function of (row lengths, seed, epoch): rows are shuffled, and within windows of the shuffled order the
-longest that fits goes next into the pack, so packs are nearly full and a resumed run sees the packs that it would have seen.
+The order is a pure function of row lengths, chunks, seed, epoch and `shuffle_chunks`; workers, processes and cache size do not
+enter, so a resumed run sees the packs that it would have seen. Chunks are shuffled and taken a group at a time, the rows of a
+group are shuffled together, and packs take the longest fitting row of a window. A group is packed to its last row, so at any time
+only the chunks of one group and of one more pack are in use; just the last pack of a group goes on into the next.
 """
 
 import hashlib
+import itertools
+from bisect import bisect, insort
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import fsspec
 import torch
 
 from eagle3.batch import PackedBatch, pack_rows
-from eagle3.shards import HiddenStateReader, HiddenStateRow
+from eagle3.shards import MANIFEST_NAME, HiddenStateRow, parse_manifest, read_manifest
+from eagle3.training.chunk_cache import ChunkCache, Course
+from eagle3.training.remote import Chunk, try_often
 
 WINDOW_ROWS = 256
+PACKS_AHEAD = 2
+MANIFEST_THREADS = 16
 
 
 def plan_packs(
-    lengths: list[int], chunk_of, rows: list[int], pack_tokens: int, seed: int, epoch: int, shuffle_chunks: int = 1
+    lengths: list[int], chunk_of: list[int], rows: list[int], pack_tokens: int, seed: int, epoch: int, shuffle_chunks: int
 ) -> list[list[int]]:
     """Group rows into packs of at most `pack_tokens` tokens (longer rows count as cut to that).
 
     Args:
         lengths: tokens of every row.
+        chunk_of: number of every row's chunk.
         rows: row numbers that take part.
-        seed, epoch: they alone decide the order.
+        pack_tokens: tokens in a pack.
+        seed, epoch: they decide the order.
+        shuffle_chunks: chunks whose rows are shuffled together.
 
     Returns:
         Packs of row numbers; every row of `rows` stands in exactly one.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order = [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
+    rows_of: dict[int, list[int]] = {}
+    for row in rows:
+        rows_of.setdefault(chunk_of[row], []).append(row)
+    chunks = _shuffled(sorted(rows_of), generator)
     packs: list[list[int]] = []
-    waiting, room = [], 0
-    for position in range(len(order) + WINDOW_ROWS):
-        if position < len(order):
-            waiting.append(order[position])
-        if position < WINDOW_ROWS - 1 or not waiting:
-            continue
-        fitting = [r for r in waiting if min(lengths[r], pack_tokens) <= room]
-        if not fitting:
+    begun: list[int] = []
+    for start in range(0, len(chunks), shuffle_chunks):
+        group = [row for chunk in chunks[start : start + shuffle_chunks] for row in rows_of[chunk]]
+        bridging = bool(begun)
+        *full, begun = _fill(begun, _shuffled(group, generator), lengths, pack_tokens)
+        # The pack that both groups share comes between them: elsewhere it would keep the chunks of the one in use for longer.
+        bridge = [full.pop(0)] if bridging and full else []
+        packs += bridge + _shuffled(full, generator)
+    return [*packs, begun] if begun else packs
+
+
+def _shuffled(items: list[Any], generator: torch.Generator) -> list[Any]:
+    return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]
+
+
+def _fill(begun: list[int], rows: list[int], lengths: list[int], pack_tokens: int) -> list[list[int]]:
+    """Fill packs with the longest fitting of WINDOW_ROWS waiting rows; a new pack opens with the one that has waited longest.
+
+    Args:
+        begun: a pack to go on with, may be empty.
+        rows: row numbers in the order in which they come to wait.
+
+    Returns:
+        Packs in the order of filling; the last has found no end yet.
+    """
+    packs = [begun]
+    room = pack_tokens - sum(min(lengths[r], pack_tokens) for r in begun)
+    # (tokens, minus the place in line, row), ascending: of the longest rows that fit, the last is the one that waited longest.
+    waiting: list[tuple[int, int, int]] = []
+    line: deque[tuple[int, int, int]] = deque()
+    taken: set[int] = set()
+    coming = enumerate(rows)
+    for _ in rows:
+        for place, row in itertools.islice(coming, WINDOW_ROWS - len(waiting)):
+            item = (min(lengths[row], pack_tokens), -place, row)
+            insort(waiting, item)
+            line.append(item)
+        at = bisect(waiting, (room, 1)) - 1
+        if at < 0:
             packs.append([])
-            room, fitting = pack_tokens, [waiting[0]]
-        row = max(fitting, key=lambda r: lengths[r])
-        waiting.remove(row)
+            room = pack_tokens
+            while line[0][2] in taken:
+                taken.remove(line.popleft()[2])
+            at = bisect(waiting, line[0]) - 1
+        tokens, _, row = waiting.pop(at)
+        taken.add(row)
         packs[-1].append(row)
-        room -= min(lengths[row], pack_tokens)
-    shuffled = torch.randperm(len(packs), generator=generator).tolist()
-    return [packs[i] for i in shuffled]
+        room -= tokens
+    return packs
+
+
+def count_cut(lengths: list[int], rows: list[int], pack_tokens: int) -> int:
+    """How many of the rows are longer than a pack and lose their end."""
+    return sum(lengths[row] > pack_tokens for row in rows)
 
 
 def cut_row(row: HiddenStateRow, max_tokens: int) -> HiddenStateRow:
@@ -67,39 +123,120 @@ def cut_row(row: HiddenStateRow, max_tokens: int) -> HiddenStateRow:
 
 
 class ShardRows:
-    """Random access to the rows of several hidden-state shards, memory-mapped, numbered in shard order."""
+    """The rows of several hidden-state shards, numbered in shard order, known from the manifests; chunks are opened when needed.
 
-    def __init__(self, shard_dirs: list[str], cache_dir=None, cache_bytes=0) -> None:
-        self.chunk_of = []
-        self.readers = [HiddenStateReader(d) for d in shard_dirs]
-        self.where = [(reader, r) for reader in self.readers for r in range(len(reader.lengths))]
-        self.lengths = [reader.lengths[r] for reader, r in self.where]
-        self.sample_ids = [reader.sample_ids[r] for reader, r in self.where]
+    lengths: tokens of every row. sample_ids: their ids. chunk_of: the number of each row's chunk, over all shards. chunk_bytes:
+    size of every chunk file.
+    """
 
-    def __getitem__(self, row: int) -> HiddenStateRow:
-        reader, r = self.where[row]
-        return reader.row(r)
+    def __init__(self, shard_dirs: list[str], cache_dir: Path | None = None, cache_bytes: int = 0) -> None:
+        """Read the manifests.
+
+        Args:
+            shard_dirs: local directories, whose chunks are read in place, or fsspec URLs, whose chunks are fetched.
+            cache_dir: where fetched chunks go; this process alone uses it.
+            cache_bytes: the most that they may take there.
+
+        Raises:
+            ValueError: on a shard that is unfinished, damaged or of another format version.
+            OSError: if a store does not answer.
+        """
+        with ThreadPoolExecutor(MANIFEST_THREADS) as pool:
+            manifests = list(pool.map(_read_any_manifest, shard_dirs))
+        shards = zip(shard_dirs, manifests, strict=True)
+        chunks = [Chunk(f"{d.rstrip('/')}/{entry['file']}", entry) for d, manifest in shards for entry in manifest["chunks"]]
+        self.cache = ChunkCache(chunks, cache_dir, cache_bytes)
+        self.chunk_bytes = [int(chunk.entry["bytes"]) for chunk in chunks]
+        self.lengths: list[int] = [n for chunk in chunks for n in chunk.entry["lengths"]]
+        self.sample_ids: list[str] = [i for chunk in chunks for i in chunk.entry["sample_ids"]]
+        self.chunk_of = [number for number, chunk in enumerate(chunks) for _ in chunk.entry["lengths"]]
+        self.row_in_chunk = [r for chunk in chunks for r in range(len(chunk.entry["lengths"]))]
 
     def split(self, validation_rows: int) -> tuple[list[int], list[int]]:
         """(training rows, validation rows): the rows with the smallest content hash validate, at most a tenth of all."""
-        wanted = min(validation_rows, len(self.where) // 10)
-        ranked = sorted(range(len(self.where)), key=lambda r: hashlib.sha256(self.sample_ids[r].encode()).digest())
+        wanted = min(validation_rows, len(self.lengths) // 10)
+        ranked = sorted(range(len(self.lengths)), key=lambda r: hashlib.sha256(self.sample_ids[r].encode()).digest())
         held = set(ranked[:wanted])
-        return [r for r in range(len(self.where)) if r not in held], sorted(held)
+        return [r for r in range(len(self.lengths)) if r not in held], sorted(held)
+
+    def chunks_of(self, pack: list[int]) -> list[int]:
+        """Numbers of the chunks that a pack needs, ascending."""
+        return sorted({self.chunk_of[row] for row in pack})
+
+    def check_budget(self, packs: list[list[int]]) -> None:
+        """Check that each remote chunk is fetched once in one epoch: from its first use to its last it keeps its place on disk.
+
+        Args:
+            packs: packs of one epoch, in order.
+
+        Raises:
+            ValueError: if the chunks in use at one time exceed the disk budget.
+        """
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for place, pack in enumerate(packs):
+            for chunk in self.chunks_of(pack):
+                first.setdefault(chunk, place)
+                last[chunk] = place
+        change = [0] * (len(packs) + 1)
+        for chunk in first:
+            change[first[chunk]] += self.cache.disk_bytes([chunk])
+            change[last[chunk] + 1] -= self.cache.disk_bytes([chunk])
+        needed = max(itertools.accumulate(change))
+        if needed > self.cache.cache_bytes:
+            raise ValueError(
+                f"the chunks in use at one time take {needed} bytes, the disk budget is {self.cache.cache_bytes}; "
+                "lower train.shuffle_chunks or raise train.disk_budget_bytes"
+            )
+
+
+def _read_any_manifest(shard_dir: str) -> dict[str, Any]:
+    if "://" not in shard_dir:
+        return read_manifest(shard_dir)
+    url = f"{shard_dir.rstrip('/')}/{MANIFEST_NAME}"
+
+    def read() -> bytes:
+        store, path = fsspec.core.url_to_fs(url)
+        return bytes(store.cat_file(path))
+
+    try:
+        return parse_manifest(try_often(read, url), url)
+    except FileNotFoundError:
+        return parse_manifest(None, url)
 
 
 def read_packs(rows: ShardRows, packs: list[list[int]], pack_tokens: int, num_steps: int) -> Iterator[PackedBatch]:
-    """Read packs in order, the next one in the background while the caller works on this one."""
+    """Read packs in order, the next PACKS_AHEAD in the background while the caller works on this one.
 
-    def read(pack: list[int]) -> PackedBatch:
-        return pack_rows([cut_row(rows[r], pack_tokens) for r in pack], num_steps)
+    Remote chunks are fetched ahead as far as the budget allows; whether it serves a whole epoch is for `ShardRows.check_budget`
+    to say. Closing the iterator ends all threads; fetched chunks stay.
 
-    with ThreadPoolExecutor(1, thread_name_prefix="read-packs") as pool:
-        ahead = None
-        for pack in packs:
-            following = pool.submit(read, pack)
-            if ahead is not None:
-                yield ahead.result()
-            ahead = following
-        if ahead is not None:
-            yield ahead.result()
+    Args:
+        rows: where the rows are.
+        packs: row numbers; an empty pack gives an empty batch.
+        pack_tokens: longer rows are cut to this.
+        num_steps: I.
+
+    Raises:
+        ValueError: on a damaged chunk, or a disk budget that does not hold the chunks of one pack.
+        OSError: if a store does not answer.
+    """
+
+    def read(course: Course, place: int) -> PackedBatch:
+        with rows.cache.hold(course, place) as chunks:
+            return pack_rows(
+                [cut_row(chunks[rows.chunk_of[r]].row(rows.row_in_chunk[r]), pack_tokens) for r in packs[place]], num_steps
+            )
+
+    pool = ThreadPoolExecutor(PACKS_AHEAD, thread_name_prefix="read-packs")
+    ahead: deque[Future[PackedBatch]] = deque()
+    try:
+        with rows.cache.follow([rows.chunks_of(pack) for pack in packs]) as course:
+            for place in range(len(packs)):
+                ahead.append(pool.submit(read, course, place))
+                if len(ahead) > PACKS_AHEAD:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

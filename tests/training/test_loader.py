@@ -1,45 +1,150 @@
-"""Packs: every row once, nearly full, the same for the same seed."""
+"""Packs: every row once, nearly full, near to their chunks, the same for the same seed; a cut row trains what is left of it."""
 
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from eagle3.batch import pack_rows
-from eagle3.training.loader import cut_row, plan_packs
+from eagle3.training.loader import count_cut, cut_row, plan_packs
 from tests.draft.tiny import random_row
 
 
-def lengths(count: int) -> list[int]:
-    return torch.randint(5, 300, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+def lengths(count: int, low: int = 5, high: int = 300) -> list[int]:
+    return torch.randint(low, high, (count,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def test_every_row_stands_in_exactly_one_pack() -> None:
-    sizes, rows = lengths(1000), list(range(0, 1000, 2))
-    packs = plan_packs(sizes, rows, 512, seed=1, epoch=0)
+def chunks(count: int, rows_per_chunk: int = 40) -> list[int]:
+    return [row // rows_per_chunk for row in range(count)]
+
+
+def plan(sizes: list[int], pack_tokens: int = 512, seed: int = 1, epoch: int = 0, shuffle_chunks: int = 4) -> list[list[int]]:
+    return plan_packs(sizes, chunks(len(sizes)), list(range(len(sizes))), pack_tokens, seed, epoch, shuffle_chunks)
+
+
+def filled_slowly(rows: list[int], sizes: list[int], pack_tokens: int, window: int) -> list[list[int]]:
+    """Every choice by looking at all waiting rows."""
+    packs: list[list[int]] = [[]]
+    line, waiting = list(rows), []
+    while line or waiting:
+        while line and len(waiting) < window:
+            waiting.append(line.pop(0))
+        room = pack_tokens - sum(min(sizes[r], pack_tokens) for r in packs[-1])
+        fitting = [r for r in waiting if min(sizes[r], pack_tokens) <= room]
+        if not fitting:
+            packs.append([])
+            fitting = waiting[:1]
+        longest = max(min(sizes[r], pack_tokens) for r in fitting)
+        row = next(r for r in fitting if min(sizes[r], pack_tokens) == longest)
+        waiting.remove(row)
+        packs[-1].append(row)
+    return packs
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 40), max_size=80),
+    rows_per_chunk=st.integers(1, 20),
+    pack_tokens=st.integers(2, 50),
+    shuffle_chunks=st.integers(1, 5),
+    seed=st.integers(0, 3),
+    every=st.integers(1, 3),
+)
+def test_every_row_stands_in_exactly_one_pack_that_it_fits(
+    sizes: list[int], rows_per_chunk: int, pack_tokens: int, shuffle_chunks: int, seed: int, every: int
+) -> None:
+    rows, chunk_of = list(range(0, len(sizes), every)), chunks(len(sizes), rows_per_chunk)
+    packs = plan_packs(sizes, chunk_of, rows, pack_tokens, seed, 0, shuffle_chunks)
     assert sorted(r for pack in packs for r in pack) == rows
-    assert all(sum(sizes[r] for r in pack) <= 512 for pack in packs)
+    assert all(pack and sum(min(sizes[r], pack_tokens) for r in pack) <= pack_tokens for pack in packs)
 
 
-def test_packs_are_filled_to_95_percent() -> None:
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=60), pack_tokens=st.integers(2, 40))
+def test_one_group_is_filled_as_by_looking_at_all_waiting_rows(sizes: list[int], pack_tokens: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eagle3.training.loader.WINDOW_ROWS", 7)
+        patch.setattr("eagle3.training.loader._shuffled", lambda items, generator: list(items))
+        packs = plan_packs(sizes, [0] * len(sizes), list(range(len(sizes))), pack_tokens, 0, 0, 1)
+    assert packs == filled_slowly(list(range(len(sizes))), sizes, pack_tokens, 7)
+
+
+@pytest.mark.parametrize("shuffle_chunks", [1, 4, 8, 1000])
+@pytest.mark.parametrize("rows_per_chunk", [16, 40])
+def test_packs_are_filled_to_95_percent(shuffle_chunks: int, rows_per_chunk: int) -> None:
     sizes = lengths(3000)
-    packs = plan_packs(sizes, list(range(3000)), 2048, seed=1, epoch=0)
+    packs = plan_packs(sizes, chunks(3000, rows_per_chunk), list(range(3000)), 2048, 1, 0, shuffle_chunks)
     assert sum(sizes) / (len(packs) * 2048) >= 0.95
 
 
+def test_only_the_chunks_of_one_group_and_of_one_pack_are_in_use_at_a_time() -> None:
+    sizes, chunk_of = lengths(3000), chunks(3000)
+    packs = plan(sizes, shuffle_chunks=4)
+    places: dict[int, list[int]] = {}
+    for place, pack in enumerate(packs):
+        for row in pack:
+            places.setdefault(chunk_of[row], []).append(place)
+    in_use = [sum(min(p) <= place <= max(p) for p in places.values()) for place in range(len(packs))]
+    assert max(in_use) <= 4 + max(map(len, packs))
+    assert sum(n <= 4 for n in in_use) >= 0.9 * len(packs)
+    # No chunk comes back in a later group: 75 chunks, about a fourth of whose packs' worth passes between first and last use.
+    assert max(max(p) - min(p) for p in places.values()) <= 2 * len(packs) * 4 / 75
+
+
+def test_rows_of_the_chunks_of_a_group_mix() -> None:
+    sizes, chunk_of = lengths(3000), chunks(3000)
+    mixed = [len({chunk_of[r] for r in pack}) for pack in plan(sizes, pack_tokens=2048, shuffle_chunks=8)]
+    assert sum(mixed) / len(mixed) > 4
+
+
 def test_the_order_depends_on_seed_and_epoch_alone() -> None:
-    sizes, rows = lengths(200), list(range(200))
-    first = plan_packs(sizes, rows, 512, seed=1, epoch=0)
-    assert plan_packs(sizes, rows, 512, seed=1, epoch=0) == first
-    assert plan_packs(sizes, rows, 512, seed=1, epoch=1) != first
-    assert plan_packs(sizes, rows, 512, seed=2, epoch=0) != first
+    sizes = lengths(500)
+    first = plan(sizes)
+    assert plan(sizes) == first
+    others = [plan(sizes, epoch=1), plan(sizes, seed=2)]
+    assert first not in others
+    chunk_of = chunks(500)
+    order = [[chunk_of[r] for pack in packs for r in pack] for packs in (first, *others)]
+    starts = [list(dict.fromkeys(o))[:4] for o in order]
+    assert len({tuple(sorted(s)) for s in starts}) == 3, "chunks come in another order each epoch"
 
 
-def test_a_row_longer_than_a_pack_stands_alone() -> None:
-    assert plan_packs([700], [0], 512, seed=0, epoch=0) == [[0]]
-    packs = plan_packs([700, 10], [0, 1], 512, seed=0, epoch=0)
-    assert sorted(packs) == [[0], [1]]
+def test_pack_order_does_not_follow_row_length() -> None:
+    sizes = lengths(20_000)
+    packs = plan(sizes, pack_tokens=2048, shuffle_chunks=8)
+    mean = torch.tensor([sum(sizes[r] for r in pack) / len(pack) for pack in packs])
+    # 1,500 packs: a correlation of nothing has a deviation of 0.026.
+    assert abs(torch.corrcoef(torch.stack([torch.arange(len(packs)), mean]))[0, 1]) < 0.1
+    # Places within a group's worth of packs (8 chunks of 40 rows of 152 tokens); the pack that two groups share has shorter rows.
+    place = torch.arange(len(packs)) % (8 * 40 * 152 / 2048)
+    assert abs(torch.corrcoef(torch.stack([place, mean]))[0, 1]) < 0.15
+    assert abs(torch.corrcoef(torch.stack([mean[:-1], mean[1:]]))[0, 1]) < 0.1
+
+
+def test_no_row_waits_for_ever() -> None:
+    # Rows of 7 of 10 tokens fit with nothing but rows of 3, and there is always a longer row that fits better.
+    sizes = [7, *[5] * 999]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eagle3.training.loader._shuffled", lambda items, generator: list(items))
+        packs = plan_packs(sizes, [0] * 1000, [*range(1, 11), 0, *range(11, 1000)], 10, 0, 0, 1)
+    at = next(place for place, pack in enumerate(packs) if 0 in pack)
+    assert at <= 10
+
+
+def test_a_row_longer_than_a_pack_stands_alone_and_is_counted() -> None:
+    assert plan([700]) == [[0]]
+    assert sorted(plan([700, 10])) == [[0], [1]]
+    assert count_cut([700, 512, 513, 10], [0, 1, 2, 3], 512) == 2
+    assert count_cut([700, 512, 513, 10], [1, 2], 512) == 1
 
 
 def test_no_rows_make_no_packs() -> None:
-    assert plan_packs([], [], 512, seed=0, epoch=0) == []
+    assert plan([]) == []
+
+
+def test_a_pack_that_its_group_does_not_fill_goes_on_into_the_next() -> None:
+    packs = plan_packs([10] * 9, list(range(9)), list(range(9)), 20, 0, 0, 1)
+    assert [len(pack) for pack in packs] == [2, 2, 2, 2, 1]
 
 
 def test_a_cut_row_trains_what_its_tokens_allow() -> None:
