@@ -68,6 +68,11 @@ class PackedBatch:
             self, slots=self.slots[none], slot_rows=self.slot_rows[none], valid=self.valid[:, none], last=self.last[none]
         )
 
+    def pin_memory(self) -> "PackedBatch":
+        """Copy into page-locked memory."""
+        pinned: dict[str, Any] = {k: v.pin_memory() for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **pinned)
+
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Copy to a device."""
         moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}

@@ -112,7 +112,8 @@ def flex_attention_form(q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v:
         p_own = torch.exp(own - merged).view(len(own_k), num_slots, groups, -1)
         out = torch.exp(lse - merged)[..., None] * out
         out = out + torch.einsum("jsgh,jsgd->sghd", p_own, own_v.float()).reshape(q.shape)
-    return out.to(q.dtype)
+    attended: Tensor = out.to(q.dtype)
+    return attended
 
 
 @cache

@@ -20,7 +20,7 @@ from eagle3.config import TrainConfig
 
 PREEMPTED_CODE, REFUSED_CODE = 75, 65  # EX_TEMPFAIL, EX_DATAERR of sysexits.h
 LAUNCHER_PID = "EAGLE3_LAUNCHER_PID"
-JOB_NAME, PREEMPTED_NAME = "job.json", "preempted"
+JOB_NAME, LOCK_NAME, PREEMPTED_NAME = "job.json", "trainer.lock", "preempted"
 
 
 class Preempted(RuntimeError):
@@ -80,6 +80,8 @@ def train_in_processes(job: TrainJob, on_progress: Callable[[], None] | None = N
         raise ValueError("; ".join(dict.fromkeys(messages)))
     if code:
         raise RuntimeError(f"the trainer ended with code {code}; its own words stand above; run again to go on from {out}")
+    for used in (JOB_NAME, LOCK_NAME):
+        (out / used).unlink(missing_ok=True)
 
 
 def count_gpus(device: str) -> int:

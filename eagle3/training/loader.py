@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from bisect import bisect, insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -205,7 +205,9 @@ def _read_any_manifest(shard_dir: str) -> dict[str, Any]:
         return parse_manifest(None, url)
 
 
-def read_packs(rows: ShardRows, packs: list[list[int]], pack_tokens: int, num_steps: int) -> Iterator[PackedBatch]:
+def read_packs(
+    rows: ShardRows, packs: list[list[int]], pack_tokens: int, num_steps: int, pin: bool = False
+) -> Generator[PackedBatch]:
     """Read packs in order, the next PACKS_AHEAD in the background while the caller works on this one.
 
     Remote chunks are fetched ahead as far as the budget allows; whether it serves a whole epoch is for `ShardRows.check_budget`
@@ -213,9 +215,10 @@ def read_packs(rows: ShardRows, packs: list[list[int]], pack_tokens: int, num_st
 
     Args:
         rows: where the rows are.
-        packs: row numbers; an empty pack gives an empty batch.
+        packs: row numbers, at least one a pack.
         pack_tokens: longer rows are cut to this.
         num_steps: I.
+        pin: put the tensors into page-locked memory, from which they go to a GPU without waiting.
 
     Raises:
         ValueError: on a damaged chunk, or a disk budget that does not hold the chunks of one pack.
@@ -224,9 +227,10 @@ def read_packs(rows: ShardRows, packs: list[list[int]], pack_tokens: int, num_st
 
     def read(course: Course, place: int) -> PackedBatch:
         with rows.cache.hold(course, place) as chunks:
-            return pack_rows(
+            batch = pack_rows(
                 [cut_row(chunks[rows.chunk_of[r]].row(rows.row_in_chunk[r]), pack_tokens) for r in packs[place]], num_steps
             )
+        return batch.pin_memory() if pin else batch
 
     pool = ThreadPoolExecutor(PACKS_AHEAD, thread_name_prefix="read-packs")
     ahead: deque[Future[PackedBatch]] = deque()

@@ -5,9 +5,10 @@ plan the packs -> for every step: read its packs, train_step, log -> validate, k
 
 import json
 import logging
-import tempfile
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,13 @@ def train(job: TrainJob, ranks: Ranks = ALONE, should_stop: Callable[[int], bool
         ValueError: on shards, vocabulary, target and initial draft that do not fit together.
         FloatingPointError: on a non-finite loss or gradient, before it reaches a checkpoint; names the conversations of the pack.
     """
-    with tempfile.TemporaryDirectory(prefix="chunks-", dir=_made(job.out_dir)) as cache_dir:
-        rows = ShardRows(job.shard_dirs, Path(cache_dir), job.cfg.disk_budget_bytes // ranks.size)
-        trainer, identity = make_trainer(job, ranks)
-        plan = make_plan(rows, job.cfg, identity)
-        run(trainer, plan, rows, Path(job.out_dir), should_stop)
+    out = Path(job.out_dir)
+    cache_dir = out / f"chunks-{ranks.rank}"  # stays when killed: the next attempt takes over what was fetched
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    rows = ShardRows(job.shard_dirs, cache_dir, job.cfg.disk_budget_bytes // ranks.size)
+    trainer, identity = make_trainer(job, ranks)
+    run(trainer, make_plan(rows, job.cfg, identity), rows, out, should_stop)
+    shutil.rmtree(cache_dir)
 
 
 def make_trainer(job: TrainJob, ranks: Ranks) -> tuple[Trainer, str]:
@@ -125,9 +128,12 @@ def run(trainer: Trainer, plan: Plan, rows: ShardRows, out: Path, should_stop: C
                 state = Progress(done, progress.best, progress.best_length, log.text())
                 save_checkpoint(path, draft, trainer.optimizers, state, plan.digest)
 
-        for batches, wait_s in step_batches(rows, plan, done, ranks, cfg):
+        held_out = list(read_packs(rows, plan.validation[ranks.rank :: ranks.size], cfg.pack_tokens, cfg.ttt_steps))
+        steps = step_batches(rows, plan, done, ranks, cfg)
+        for batches, wait_s in steps:
             if ranks.any(should_stop(done)):
                 save()
+                steps.close()
                 raise Preempted(f"stopped after {done} of {total} steps; run again to go on")
             started = time.process_time()
             factor = learning_rate_factor(done, total, cfg)
@@ -138,7 +144,7 @@ def run(trainer: Trainer, plan: Plan, rows: ShardRows, out: Path, should_stop: C
             if log.is_due(done):
                 figures["acceptance_length"] = walk_batch(hits, batches[-1]).acceptance_length
             if done in plan.validate_after:
-                judged = validate(trainer, plan, rows)
+                judged = judge(trainer, held_out)
                 figures |= judged
                 progress = keep_best(progress, draft, judged["validation_acceptance_length"])
             ids = [row for batch in batches for row in batch.sample_ids]
@@ -153,25 +159,20 @@ def run(trainer: Trainer, plan: Plan, rows: ShardRows, out: Path, should_stop: C
 
 def step_batches(
     rows: ShardRows, plan: Plan, done: int, ranks: Ranks, cfg: TrainConfig
-) -> Iterator[tuple[list[PackedBatch], float]]:
+) -> Generator[tuple[list[PackedBatch], float]]:
     """This process's packs of every step from `done` on, and the seconds that it waited for them.
 
     Where a step has no pack for it, it gets the step's first without its slots: every process must take part in every step.
     """
     mine = [plan.packs_of(step, ranks.rank, ranks.size) for step in range(done, len(plan.steps))]
     filled = [packs or plan.steps[done + i][:1] for i, packs in enumerate(mine)]
-    packs = read_packs(rows, [pack for step in filled for pack in step], cfg.pack_tokens, cfg.ttt_steps)
-    for own, step in zip(mine, filled, strict=True):
-        started = time.monotonic()
-        batches = [next(packs) for _ in step]
-        wait_s = time.monotonic() - started
-        yield (batches if own else [batch.without_slots() for batch in batches]), wait_s
-
-
-def validate(trainer: Trainer, plan: Plan, rows: ShardRows) -> dict[str, float]:
-    """Judge the held-out packs; see step.judge."""
-    own = plan.validation[trainer.ranks.rank :: trainer.ranks.size]
-    return judge(trainer, read_packs(rows, own, trainer.cfg.pack_tokens, trainer.cfg.ttt_steps))
+    flat = [pack for step in filled for pack in step]
+    with closing(read_packs(rows, flat, cfg.pack_tokens, cfg.ttt_steps, pin=ranks.device.type == "cuda")) as packs:
+        for own, step in zip(mine, filled, strict=True):
+            started = time.monotonic()
+            batches = [next(packs) for _ in step]
+            wait_s = time.monotonic() - started
+            yield (batches if own else [batch.without_slots() for batch in batches]), wait_s
 
 
 def keep_best(progress: Progress, draft: Eagle3Draft, length: float) -> Progress:
@@ -188,8 +189,3 @@ def write_draft(draft: Eagle3Draft, best: dict[str, Tensor], out: Path) -> None:
     save_file(tensors, part)
     (out / DRAFT_CONFIG).write_text(json.dumps(draft.config.to_dict(), indent=1))
     part.replace(out / DRAFT_WEIGHTS)
-
-
-def _made(path: str) -> str:
-    Path(path).mkdir(parents=True, exist_ok=True)
-    return path

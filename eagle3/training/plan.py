@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from eagle3.config import TrainConfig
 from eagle3.shards import digest_of
-from eagle3.training.loader import ShardRows, plan_packs
+from eagle3.training.loader import ShardRows, count_cut, plan_packs
 
 logger = logging.getLogger(__name__)
 HOW_ONLY = {"device", "processes", "disk_budget_bytes", "checkpoint_every"}  # settings that do not change what is learnt
@@ -37,15 +37,18 @@ def make_plan(rows: ShardRows, cfg: TrainConfig, identity: str) -> Plan:
         identity: what else decides the result: draft, vocabulary, initial weights.
 
     Raises:
-        ValueError: if no row is left to train on.
+        ValueError: if no row is left to train on, or the disk budget does not hold the chunks of a group.
     """
     training, validating = rows.split(cfg.validation_rows)
+    if cut := count_cut(rows.lengths, training, cfg.pack_tokens):
+        logger.warning("%d of %d rows are longer than train.pack_tokens %d and are cut", cut, len(training), cfg.pack_tokens)
     if not training:
         raise ValueError(f"{len(rows.lengths)} rows leave none to train on; add prompts or lower train.validation_rows")
     steps: list[list[list[int]]] = []
     epoch_ends = set()
     for epoch in range(cfg.epochs):
         packs = plan_packs(rows.lengths, rows.chunk_of, training, cfg.pack_tokens, cfg.seed, epoch, cfg.shuffle_chunks)
+        rows.check_budget(packs)
         steps += [packs[a : a + cfg.packs_per_step] for a in range(0, len(packs), cfg.packs_per_step)]
         epoch_ends.add(len(steps))
     every = cfg.validate_every

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.training.distributed import join_ranks, leave_ranks
-from eagle3.training.launch import LAUNCHER_PID, PREEMPTED_CODE, PREEMPTED_NAME, REFUSED_CODE, Preempted, TrainJob
+from eagle3.training.launch import LAUNCHER_PID, LOCK_NAME, PREEMPTED_CODE, PREEMPTED_NAME, REFUSED_CODE, Preempted, TrainJob
 from eagle3.training.loop import train
 
 
@@ -44,7 +44,7 @@ def _is_alive(pid: int) -> bool:
 @contextmanager
 def only_trainer(out: Path) -> Iterator[None]:
     """Wait until no other trainer writes into the directory: one whose caller was killed may still be saving."""
-    with open(out / "trainer.lock", "w") as lock:
+    with open(out / LOCK_NAME, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (out / PREEMPTED_NAME).unlink(missing_ok=True)
         yield

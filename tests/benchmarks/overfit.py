@@ -1,6 +1,6 @@
 """The overfit check: a draft learns 20 of the target's own greedy answers by heart and is served by vLLM on the same prompts.
 
-Whatever the recipe, a sound chain must reach an acceptance length near k + 1; a mask, shift or norm that is off by a little does not.
+A sound chain reaches an acceptance length near k + 1; one whose mask, shift or norm is off by a little does not.
 
     .venv/bin/python -m tests.benchmarks.overfit --target <target directory>     (after make smoke: target_dir of summary.json)
 """

@@ -28,7 +28,13 @@ def test_a_draft_learns_twenty_conversations_by_heart(tmp_path: Path) -> None:
     prompts = [torch.randint(97, (4 + i % 7,), generator=g).tolist() for i in range(NUM_CONVERSATIONS)]
     engine = EngineConfig(dtype="float32", max_model_len=256, max_num_seqs=20, max_num_batched_tokens=256, enforce_eager=True)
     cfg = TrainConfig(
-        epochs=100, pack_tokens=512, learning_rate=3e-3, fc_norm=True, norm_output=True, validation_rows=0, checkpoint_every=100_000
+        epochs=100,
+        pack_tokens=512,
+        learning_rate=3e-3,
+        fc_norm=True,
+        norm_output=True,
+        validation_rows=0,
+        checkpoint_every=100_000,
     )
     (tmp_path / "work").mkdir()
     figures = overfit(tmp_path / "target", prompts, engine, cfg, tmp_path / "work")

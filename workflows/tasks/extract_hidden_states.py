@@ -16,7 +16,7 @@ from workflows.stage import stage
 
 @task(
     container_image=images.GPU,
-    cache=Cache(version="1", ignored_inputs=("shard", "target")),
+    cache=Cache(version="2", ignored_inputs=("shard", "target")),
     retries=3,
     interruptible=True,
     **ENGINE,
