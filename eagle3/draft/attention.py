@@ -169,7 +169,8 @@ class BlockwiseAttention(torch.autograd.Function):
         per_group = num_heads // groups
         grouped = q.view(num_slots, groups, per_group, size)
         qg, kg, vg = _heads_inside(grouped), k0.transpose(0, 1), v0.transpose(0, 1)
-        out, lse = torch.empty_like(qg), qg.new_empty(qg.shape[:2])
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out, lse = torch.empty_like(qg), qg.new_empty(qg.shape[:2], dtype=wide)
         for a, b, k_start, k_end in keys.blocks:
             at, seen = slice(a * per_group, b * per_group), slice(k_start, k_end)
             mask = _block_mask(keys.slots[a:b], k_start, k_end, per_group, q.dtype)
@@ -177,11 +178,11 @@ class BlockwiseAttention(torch.autograd.Function):
             out[:, at], lse[:, at] = block[0], block_lse[0]
         result, lse_s = _heads_outside(out, num_slots), _heads_outside(lse, num_slots)
         if len(own_k):
-            own_scores = torch.einsum("sghd,jsgd->jsgh", grouped, own_k) * size**-0.5
+            own_scores = torch.einsum("sghd,jsgd->jsgh", grouped, own_k).to(wide) * size**-0.5
             merged = torch.logaddexp(lse_s, torch.logsumexp(own_scores, 0))
             result = result * torch.exp(lse_s - merged)[..., None]
-            result = result + torch.einsum("jsgh,jsgd->sghd", torch.exp(own_scores - merged), own_v)
-            lse_s = merged
+            result = result + torch.einsum("jsgh,jsgd->sghd", torch.exp(own_scores - merged), own_v.to(wide))
+            result, lse_s = result.to(q.dtype), merged
         ctx.save_for_backward(q, k0, v0, own_k, own_v, result, lse_s)
         ctx.keys = keys  # type: ignore[attr-defined]
         return result.reshape(num_slots, num_heads, size)
@@ -210,7 +211,7 @@ class BlockwiseAttention(torch.autograd.Function):
         dq = _heads_outside(dqg, num_slots)
         d_own_k, d_own_v = torch.zeros_like(own_k), torch.zeros_like(own_v)
         if len(own_k):
-            own_p = torch.exp(torch.einsum("sghd,jsgd->jsgh", grouped, own_k) * scale - lse_s)
+            own_p = torch.exp(torch.einsum("sghd,jsgd->jsgh", grouped, own_k) * scale - lse_s).to(q.dtype)
             delta = (grad_s * result).sum(-1)  # [S, G, g]: Σ_t p_t dp_t over the union, from the merged output
             own_ds = own_p * (torch.einsum("sghd,jsgd->jsgh", grad_s, own_v) - delta) * scale
             d_own_v = torch.einsum("jsgh,sghd->jsgd", own_p, grad_s)
