@@ -101,7 +101,7 @@ def run_attention(form: Attention, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def measure_attention(sizes: Sizes, pack_tokens: int, device: str, repeats: int) -> list[dict[str, Any]]:
-    """Each form on one pack, half supervised: ms of forward and backward, greatest relative L2 distance from float32 blockwise."""
+    """Each form on one pack, half supervised: ms of forward and backward, relative L2 distance from the first form in float32."""
     row = valid_steps(torch.arange(ROW_TOKENS) >= ROW_TOKENS // 2, TTT_STEPS)[0]
     slots = torch.nonzero(row.repeat(pack_tokens // ROW_TOKENS)).flatten().to(device)
     row_starts = torch.arange(0, pack_tokens + 1, ROW_TOKENS, device=device)

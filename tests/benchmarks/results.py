@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-# supervised share: (data tokens per CPU-second, ours over the peer's, at least; peak resident memory, ours over the peer's, at most)
+# supervised share: ours over the peer's in data tokens per CPU-second, at least, and in peak resident memory, at most
 GOALS = {1.0: (1.4, 0.9), 0.5: (3.0, 0.7), 0.2: (6.0, 0.7)}
 
 

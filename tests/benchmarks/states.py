@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3.shards import HiddenStateWriter, TokenRow
-from eagle3.vocab import Vocab, build_vocab, count_tokens, save_vocab
+from eagle3.vocab import Vocab, build_vocab, save_vocab
 
 ROW_TOKENS = 1024
 CHUNK_BYTES = 64 << 20
@@ -51,7 +51,7 @@ TINY = Sizes("qwen3", 64, 96, 4, 2, 16, 512, 128, 8)
 
 
 def make_rows(count: int, supervised: float, vocab: int) -> list[TokenRow]:
-    """Rows whose last `supervised` share of tokens is the answer; ids follow Zipf's law, so that a draft vocabulary means something."""
+    """Rows whose last `supervised` share of tokens is the answer; ids follow Zipf's law, the lower the more frequent."""
     generator = torch.Generator().manual_seed(0)
     shares = 1.0 / (torch.arange(vocab) + 10.0)
     answer = round(ROW_TOKENS * supervised)
@@ -98,12 +98,12 @@ def write_target(target_dir: Path, sizes: Sizes, device: str = "cpu") -> None:
 
 
 def write_ours(root: Path, rows: list[TokenRow], sizes: Sizes, device: str = "cpu") -> Vocab:
-    """Write the shard and the vocabulary under root/ours."""
+    """Write the shard and the vocabulary, the K most frequent ids, under root/ours."""
     writer = HiddenStateWriter(root / "ours" / "shard", "bfloat16", CHUNK_BYTES, {"layer_ids": sizes.layer_ids})
     for row, states in zip(rows, row_states(rows, sizes, device), strict=True):
         writer.add(row, states)
     writer.close()
-    vocab = build_vocab(count_tokens(rows, sizes.vocab), sizes.draft_vocab, [])
+    vocab = build_vocab(torch.arange(sizes.vocab, 0, -1), sizes.draft_vocab, [])
     save_vocab(root / "ours" / "vocab.safetensors", vocab)
     return vocab
 
@@ -111,8 +111,9 @@ def write_ours(root: Path, rows: list[TokenRow], sizes: Sizes, device: str = "cp
 def write_peer(root: Path, rows: list[TokenRow], sizes: Sizes, vocab: Vocab) -> None:
     """Write the peer's directory under root/peer."""
     import numpy as np
-    from datasets import Dataset
+    from datasets import Dataset, disable_progress_bars
 
+    disable_progress_bars()
     peer, size = root / "peer", sizes.draft_vocab
     (peer / "hidden_states").mkdir(parents=True, exist_ok=True)
     for i, (row, states) in enumerate(zip(rows, row_states(rows, sizes), strict=True)):
