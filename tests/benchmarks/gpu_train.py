@@ -1,7 +1,7 @@
 """The trainer on one H200: tokens/s, share of peak, peak memory, and the forms of attention side by side. A few minutes.
 
     python -m tests.benchmarks.gpu_train                        Qwen3-8B's shapes, K 32,000, packs of 8,192, bfloat16
-    python -m tests.benchmarks.gpu_train --device cpu --small   the script's own check: tiny shapes, no flex, no goals
+    python -m tests.benchmarks.gpu_train --device cpu --small   the script's own check: tiny shapes, no goals
 
 States and weights are random, written to --out once; training is the real entry, data path included.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eagle3.batch import valid_steps
 from eagle3.config import TrainConfig
-from eagle3.draft.attention import unroll_attention
+from eagle3.draft.attention import StepZeroKeys, dense_attention, unroll_attention
 from eagle3.shards import last_state_positions
 from tests.benchmarks.meter import StepMeter
 from tests.benchmarks.ours import SETTINGS, run_trainer
@@ -79,9 +79,11 @@ def measure_training(root: Path, supervised: float, sizes: Sizes, pack_tokens: i
     }
 
 
-def attention_forms(slots: Tensor, row_starts: Tensor) -> dict[str, Attention]:
-    """The exact forms of the unroll's attention for one pack; the first is the measure of the others."""
-    return {"blockwise": partial(unroll_attention, slots=slots, row_starts=row_starts)}
+def attention_forms(slots: Tensor, row_starts: Tensor, device: str) -> dict[str, Attention]:
+    """The reference and the device's own form of the unroll's attention, for one pack (slots and row starts on the CPU)."""
+    keys = StepZeroKeys.of(slots, row_starts, torch.device(device))
+    own = "flex" if device == "cuda" else "blockwise"
+    return {"dense": partial(dense_attention, keys=keys), own: partial(unroll_attention, keys=keys)}
 
 
 def attention_inputs(slots: Tensor, num_tokens: int, sizes: Sizes, dtype: torch.dtype) -> list[Tensor]:
@@ -101,12 +103,12 @@ def run_attention(form: Attention, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def measure_attention(sizes: Sizes, pack_tokens: int, device: str, repeats: int) -> list[dict[str, Any]]:
-    """Each form on one pack, half supervised: ms of forward and backward, relative L2 distance from the first form in float32."""
+    """Each form on one pack, half supervised: ms of forward and backward, relative L2 distance from the reference in float32."""
     row = valid_steps(torch.arange(ROW_TOKENS) >= ROW_TOKENS // 2, TTT_STEPS)[0]
-    slots = torch.nonzero(row.repeat(pack_tokens // ROW_TOKENS)).flatten().to(device)
-    row_starts = torch.arange(0, pack_tokens + 1, ROW_TOKENS, device=device)
-    forms = attention_forms(slots, row_starts)
-    exact = run_attention(next(iter(forms.values())), attention_inputs(slots, pack_tokens, sizes, torch.float32))
+    slots = torch.nonzero(row.repeat(pack_tokens // ROW_TOKENS)).flatten()
+    forms = attention_forms(slots, torch.arange(0, pack_tokens + 1, ROW_TOKENS), device)
+    slots = slots.to(device)
+    exact = run_attention(forms["dense"], attention_inputs(slots, pack_tokens, sizes, torch.float32))
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     inputs = attention_inputs(slots, pack_tokens, sizes, dtype)
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)

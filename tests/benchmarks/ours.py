@@ -1,11 +1,16 @@
 """Our side: the real trainer on synthetic states, in a process of its own."""
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from eagle3.config import TrainConfig
 from eagle3.shards import read_manifest
+from eagle3.training.distributed import Ranks
+from eagle3.training.launch import Preempted, TrainJob
 from eagle3.training.loop import METRICS, train
 from eagle3.training.metrics import read_metrics
 from tests.benchmarks.meter import StepMeter, read_arguments
@@ -36,15 +41,16 @@ def run_trainer(states_dir: Path, cfg: TrainConfig, out_dir: Path, stop_after: i
         ValueError: if a pack was not full.
     """
     shard = states_dir / "ours" / "shard"
-    train(
+    job = TrainJob(
         shard_dirs=[str(shard)],
         vocab_path=str(states_dir / "ours" / "vocab.safetensors"),
         target_dir=str(states_dir / "target"),
-        cfg=cfg,
         layer_ids=read_manifest(shard)["info"]["layer_ids"],
         out_dir=str(out_dir),
-        stop_after=stop_after,
+        cfg=cfg,
     )
+    with suppress(Preempted):
+        train(job, Ranks(0, 1, torch.device(cfg.device)), should_stop=lambda step: step >= stop_after)
     tokens = {line["tokens"] for line in read_metrics(out_dir / METRICS)}
     if tokens != {cfg.pack_tokens}:
         raise ValueError(f"every pack must hold {cfg.pack_tokens} tokens, got packs of {sorted(tokens)}; check the rows' length")

@@ -18,7 +18,7 @@ from tests.benchmarks.states import write_both
 
 ROOT = Path(__file__).resolve().parents[2]
 PACK_TOKENS = 2048
-NUM_ROWS = 24  # the peer keeps a tenth for validation: 10 packs are left
+ROWS, PEER_PACKS = 20, 9  # the peer keeps a tenth of the rows for validation: 18 of 20 fill 9 packs
 
 
 def run_side(python: str, module: str, states: Path, *options: str) -> dict[str, float]:
@@ -47,11 +47,12 @@ def main() -> int:
     parser.add_argument("--shares", type=float, nargs="+", default=sorted(GOALS, reverse=True), choices=sorted(GOALS))
     arguments = parser.parse_args()
     options = ["--pack-tokens", str(PACK_TOKENS), "--warmup", str(arguments.warmup), "--steps", str(arguments.steps)]
+    num_rows = ROWS * -(-(arguments.warmup + arguments.steps) // PEER_PACKS)
     lines = []
     with tqdm(total=len(arguments.shares) * arguments.rounds * 2, desc="training", unit="run") as bar:
         for share in arguments.shares:
             states = arguments.out / "states" / f"{share:.0%}"
-            write_both(states, NUM_ROWS, share)
+            write_both(states, num_rows, share)
             rounds: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
             for _ in range(arguments.rounds):
                 for side, python in (("ours", sys.executable), ("peer", arguments.peer_python)):
