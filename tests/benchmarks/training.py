@@ -27,6 +27,7 @@ def run_side(python: str, module: str, states: Path, *options: str) -> dict[str,
     Raises:
         RuntimeError: if it fails; with the end of its output.
     """
+    states = states.resolve()
     figures = states / f"{module}.json"
     figures.unlink(missing_ok=True)
     command = [python, "-m", f"tests.benchmarks.{module}", "--states", str(states), "--figures", str(figures), *options]
