@@ -22,7 +22,7 @@ from eagle3.shards import HiddenStateWriter, TokenRow
 from eagle3.vocab import Vocab, build_vocab, save_vocab
 
 ROW_TOKENS = 1024
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 1 << 30  # all rows are shuffled together, so that no pack is left half full between chunks
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from datasets import load_from_disk
 from safetensors.torch import load_file
 
 from eagle3.shards import last_state_positions, read_hidden_states
-from eagle3.training.loader import plan_packs
 from eagle3.vocab import load_vocab
 from tests.benchmarks.states import ROW_TOKENS, TINY, make_rows, write_both
 
@@ -39,9 +38,3 @@ def test_the_supervised_tokens_are_one_answer_of_the_wanted_share(supervised: fl
         assert mask.float().mean().item() == pytest.approx(supervised, abs=1 / ROW_TOKENS)
         assert mask.int().diff().abs().sum() <= 1  # one change, from prompt to answer
         assert mask[-1]
-
-
-@pytest.mark.parametrize("pack_tokens", [2048, 4096])
-def test_packs_of_such_rows_are_full(pack_tokens: int) -> None:
-    packs = plan_packs([ROW_TOKENS] * 8, list(range(8)), pack_tokens, seed=0, epoch=0)
-    assert {len(pack) * ROW_TOKENS for pack in packs} == {pack_tokens}
