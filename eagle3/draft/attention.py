@@ -46,7 +46,7 @@ class StepZeroKeys:
         Args:
             slots, row_starts: on the CPU; the result's are on `device`.
         """
-        here, starts = slots.to(device), row_starts.to(device)
+        here, starts = slots.to(device, non_blocking=True), row_starts.to(device, non_blocking=True)
         if device.type == "cuda":
             return cls(here, starts, [], flex_mask(here, starts, int(row_starts[-1])))
         bounds = torch.searchsorted(slots, row_starts).tolist()

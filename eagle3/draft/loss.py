@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from eagle3.batch import PackedBatch
 
-# Logits that exist at once in each of the four buffers of a chunk: 16 MiB in float32 on a CPU, where larger ones gain nothing; 256 MiB
-# on a GPU, to keep it busy.
+# Logits that exist at once in each of the four buffers of a chunk: 16 MiB in float32 on a CPU, where larger ones gain nothing;
+# 256 MiB on a GPU, to keep it busy.
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 

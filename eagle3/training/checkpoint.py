@@ -40,7 +40,11 @@ def save_checkpoint(
 ) -> None:
     """Write everything, whole or not at all.
 
-    plan_digest: identity of data and settings; `load_checkpoint` refuses another one.
+    Args:
+        plan_digest: identity of data and settings; `load_checkpoint` refuses another one.
+
+    Raises:
+        OSError: if there is no room for it.
     """
     names = {id(p): name for name, p in draft.named_parameters()}
     tensors: dict[str, Tensor] = {f"draft/{n}": p.detach() for n, p in draft.named_parameters() if p.requires_grad}
@@ -51,10 +55,16 @@ def save_checkpoint(
     tensors["metrics"] = torch.frombuffer(bytearray(progress.metrics or b"\n"), dtype=torch.uint8)
     metadata = {"step": json.dumps(progress.step), "best_length": json.dumps(progress.best_length), "plan_digest": plan_digest}
     part = path.with_name(path.name + ".part")
-    save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, part, metadata=metadata)
-    with open(part, "rb") as f:
-        os.fsync(f.fileno())
-    part.replace(path)
+    try:
+        save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, part, metadata=metadata)
+        with open(part, "rb") as f:
+            os.fsync(f.fileno())
+        part.replace(path)
+    except (OSError, SafetensorError) as e:
+        part.unlink(missing_ok=True)
+        raise OSError(
+            f"{path} could not be written ({e}); make room on the disk and run again, the checkpoint before is sound"
+        ) from e
 
 
 def load_checkpoint(path: Path, draft: nn.Module, optimizers: dict[str, torch.optim.Optimizer], plan_digest: str) -> Progress:

@@ -141,7 +141,7 @@ def run(trainer: Trainer, plan: Plan, rows: ShardRows, out: Path, should_stop: C
             figures = train_step(trainer, batches)
             hits = figures.pop("hits")
             done += 1
-            if log.is_due(done):
+            if log.is_due(done) or ranks.device.type == "cpu":  # reading the hits would hold a GPU up
                 figures["acceptance_length"] = walk_batch(hits, batches[-1]).acceptance_length
             if done in plan.validate_after:
                 judged = judge(trainer, held_out)

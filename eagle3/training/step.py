@@ -126,12 +126,15 @@ def _accumulate(trainer: Trainer, batch: PackedBatch) -> tuple[Tensor, Tensor, T
     slot_weights, weight_sum = batch.slot_weights(trainer.cfg.averaging)
     keys = StepZeroKeys.of(batch.slots, batch.row_starts, device)
     moved = batch.to(device)
+    if device.type == "cuda":
+        slot_weights = slot_weights.pin_memory()
     weights = moved.valid * trainer.step_weights[:, None] * slot_weights.to(device, non_blocking=True)
     loss, per_step, argmax = trainer.parallel(moved, keys, weights)
     loss.backward()
     hits = find_hits(argmax, moved)
     inside = (trainer.in_draft[moved.labels()[0]] & moved.valid[0]).sum()
-    counts = torch.tensor([weight_sum, len(batch.token_ids), len(batch.slots)], dtype=torch.float64, device=device)
+    # Filled on the device: a copy from the host would wait for it.
+    counts = [torch.full((), n, dtype=torch.float64, device=device) for n in (weight_sum, len(batch.token_ids), len(batch.slots))]
     first = torch.stack([counts[0], loss.detach().double(), counts[1], counts[2], inside.double()])
     return torch.cat([first, per_step.double(), hits.sum(1).double(), moved.valid.sum(1).double()]), loss.detach(), hits
 

@@ -1,4 +1,4 @@
-"""A tiny target, shards and vocabulary on disk, and jobs that train on them."""
+"""A tiny target, shards and vocabulary on disk or in S3, and jobs that train on them."""
 
 import json
 from pathlib import Path
@@ -58,3 +58,9 @@ def make_inputs(root: Path, model_type: str = "llama") -> dict[str, Any]:
 def make_job(inputs: dict[str, Any], out_dir: Path, **settings: Any) -> TrainJob:
     """A job with SETTINGS, changed by `settings`."""
     return TrainJob(**inputs, out_dir=str(out_dir), cfg=TrainConfig(**SETTINGS | settings))
+
+
+def upload(store: Any, dirs: list[str]) -> list[str]:
+    for d in dirs:
+        store.put(d, f"states/{Path(d).name}", recursive=True)
+    return [f"s3://states/{Path(d).name}" for d in dirs]

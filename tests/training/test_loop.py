@@ -14,7 +14,7 @@ from eagle3.training.loop import train
 from eagle3.training.metrics import read_metrics
 from eagle3.training.step import Objective
 from tests.draft.tiny import tiny_target
-from tests.training.jobs import make_inputs, make_job
+from tests.training.jobs import make_inputs, make_job, upload
 
 
 def stop_after(count: int) -> Any:
@@ -174,6 +174,17 @@ def test_a_non_finite_loss_names_the_conversations_and_spares_the_checkpoint(
     with pytest.raises(FloatingPointError, match=r"step 3: loss nan.*row-[01]-"):
         train(make_job(inputs, tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoint.safetensors").read_bytes() == before
+
+
+def test_training_from_s3_within_a_disk_budget_equals_training_from_the_disk(tmp_path: Path, s3: Any) -> None:
+    """The budget holds less than half of the data; the rows and their order are the same, so the weights are, bit for bit."""
+    inputs = make_inputs(tmp_path)
+    data_bytes = sum(f.stat().st_size for d in inputs["shard_dirs"] for f in Path(d).glob("chunk-*"))
+    settings = {"shuffle_chunks": 2, "disk_budget_bytes": data_bytes // 2}
+    train(make_job(inputs, tmp_path / "disk", **settings))
+    train(make_job(inputs | {"shard_dirs": upload(s3, inputs["shard_dirs"])}, tmp_path / "s3", **settings))
+    assert_same_weights(tmp_path / "disk", tmp_path / "s3")
+    assert not list((tmp_path / "s3").glob("chunks-*"))
 
 
 def test_an_unfinished_shard_is_named(tmp_path: Path) -> None:

@@ -5,11 +5,10 @@ The S3 store is moto's, inside this process; what does not concern S3 streams fr
 
 import hashlib
 import itertools
-import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from eagle3.shards import HiddenStateWriter, TokenRow, read_hidden_states
 from eagle3.training import chunk_cache, loader, remote
 from eagle3.training.chunk_cache import Course
 from eagle3.training.loader import ShardRows, plan_packs, read_packs
+from tests.training.jobs import upload
 
 NUM_AUX, HIDDEN = 3, 16
 PACK_TOKENS, STEPS = 64, 3
@@ -51,35 +51,6 @@ def shard_dirs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def file_urls(dirs: list[str]) -> list[str]:
     return [f"file://{d}" for d in dirs]
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An empty bucket named states, and the file system to fill it with."""
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    store = fsspec.filesystem("s3")
-    store.mkdir("states")
-    yield store
-    # Every server in this process shows the same buckets.
-    store.rm("states", recursive=True)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    server.stop()
-
-
-def upload(store: Any, dirs: list[str]) -> list[str]:
-    for d in dirs:
-        store.put(d, f"states/{Path(d).name}", recursive=True)
-    return [f"s3://states/{Path(d).name}" for d in dirs]
 
 
 def plan(rows: ShardRows, epochs: int = 1, shuffle_chunks: int = 3) -> list[list[int]]:
