@@ -6,7 +6,7 @@ run on every Flyte hop: they are cheap and touch no file.
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -78,6 +78,9 @@ class ExtractConfig(StageConfig):
     chunk_bytes: int = Field(default=1 << 30, ge=1, description="size of one chunk file, bytes; a new one starts above it")
 
 
+HOW_ONLY = {"device", "processes", "disk_budget_bytes", "checkpoint_every"}
+
+
 class TrainConfig(StageConfig):
     """train: the draft."""
 
@@ -130,11 +133,26 @@ class TrainConfig(StageConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="compute dtype, master weights are float32; auto: bfloat16 on a GPU, float32 on a CPU"
     )
-    processes: int = Field(default=0, ge=0, description="training processes; 0: one for each GPU, one on a CPU")
+    processes: int = Field(
+        default=0, ge=0, description="training processes, at most packs_per_step; 0: one for each GPU, one on a CPU"
+    )
     disk_budget_bytes: int = Field(
         default=200 << 30, ge=1, description="local disk for chunks streamed from a remote store, bytes, all processes together"
     )
     seed: int = Field(default=0, description="initialisation and order")
+
+    @model_validator(mode="after")
+    def _check_processes(self) -> "TrainConfig":
+        if self.processes > self.packs_per_step:
+            raise ValueError(
+                f"train.processes must not exceed train.packs_per_step {self.packs_per_step}, got {self.processes}: "
+                "each process needs a pack in every step; raise packs_per_step"
+            )
+        return self
+
+    def settings_of_result(self) -> str:
+        """The settings that decide what is learnt, as JSON: without those that only say where and how."""
+        return self.model_dump_json(exclude=HOW_ONLY)
 
     @property
     def step_weights(self) -> list[float]:

@@ -38,3 +38,14 @@ def test_an_unknown_key_is_refused() -> None:
 def test_settings_are_immutable() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         TrainConfig().epochs = 3
+
+
+def test_every_process_needs_a_pack_in_each_step() -> None:
+    with pytest.raises(ValidationError, match="processes must not exceed train.packs_per_step 2, got 3"):
+        TrainConfig(processes=3, packs_per_step=2)
+
+
+def test_where_and_how_do_not_decide_the_result() -> None:
+    one, other = TrainConfig(), TrainConfig(device="cpu", packs_per_step=1, processes=1, checkpoint_every=7, disk_budget_bytes=9)
+    assert one.settings_of_result() == other.settings_of_result()
+    assert one.settings_of_result() != TrainConfig(seed=1).settings_of_result()

@@ -3,13 +3,11 @@
 Locally there is nobody to publish to, and the next attempt finds the directory itself (store.resumable_dir).
 """
 
-import json
 import logging
 import os
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from flytekit import Deck, current_context
 from flytekit.core.checkpointer import Checkpoint
@@ -33,9 +31,10 @@ class LiveDeck(Deck):  # type: ignore[misc]
     @property
     def html(self) -> str:
         from eagle3.evaluation.live import render_live
+        from eagle3.training.metrics import read_metrics
 
         if self.metrics_path.exists():  # before the first step there is none
-            self._html = render_live(read_lines(self.metrics_path))
+            self._html = render_live(read_metrics(self.metrics_path))
         return str(self._html)
 
     def show(self) -> None:
@@ -44,17 +43,6 @@ class LiveDeck(Deck):  # type: ignore[misc]
             return
         self.published_at = time.monotonic()
         Deck.publish()
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file that another process is writing: a last line cut short is left out."""
-    lines = []
-    for line in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
-    return lines
 
 
 class AttemptCheckpoint:
@@ -97,7 +85,7 @@ class AttemptCheckpoint:
             state = state_of(copy)
             try:
                 self.store.save(copy)
-            except FlyteUploadDataException as e:
+            except (FlyteUploadDataException, OSError) as e:
                 logger.warning("the checkpoint could not be saved (%s); the next one is tried again", e)
                 return
         self.saved = state

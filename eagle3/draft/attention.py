@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 BLOCK_QUERIES = 128  # blockwise form: slots of one call; 128 was fastest of 64 … 1,024 on two cores
 FLEX_BLOCK = 128  # FlexAttention: queries and keys of one tile
@@ -103,8 +104,8 @@ def flex_attention_form(q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v:
     if not num_slots:  # keeps the graph whole, so that every parameter gets its zero gradient
         return q + 0 * (k0.sum() + v0.sum() + own_k.sum() + own_v.sum())
     heads_first = [x.transpose(0, 1)[None] for x in (q, k0, v0)]
-    out, lse = _flex()(*heads_first, block_mask=keys.block_mask, enable_gqa=num_heads != groups, return_lse=True)
-    out, lse = out[0].transpose(0, 1).float(), lse[0].T
+    out, aux = _flex()(*heads_first, block_mask=keys.block_mask, enable_gqa=num_heads != groups, return_aux=AuxRequest(lse=True))
+    out, lse = out[0].transpose(0, 1).float(), aux.lse[0].T
     if len(own_k):
         grouped = q.view(num_slots, groups, num_heads // groups, size)
         own = torch.einsum("sghd,jsgd->jsgh", grouped.float(), own_k.float()).flatten(2) * size**-0.5
@@ -118,9 +119,8 @@ def flex_attention_form(q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v:
 
 @cache
 def _flex() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=True)
+    # fullgraph: an error where it cannot be compiled, never the eager form with its whole score matrices.
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def flex_mask(slots: Tensor, row_starts: Tensor, num_keys: int) -> Any:
@@ -129,8 +129,6 @@ def flex_mask(slots: Tensor, row_starts: Tensor, num_keys: int) -> Any:
     A tile of queries sees a run of key tiles: from the one with its first slot's row start to the one with its last slot. A tile
     is full, and needs no mask, when it lies between the last slot's row start and the first slot.
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
     if not len(slots):
         return None
     last_row = len(row_starts) - 2

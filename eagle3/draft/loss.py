@@ -138,16 +138,10 @@ class HeadLoss(torch.autograd.Function):
                 x, w = states[i, chunk], weights[i, chunk]
                 pair, choice[i, chunk], grad = _kl_and_gradient(_logits(x, compute_head, logits), p[at], neg_entropy[at], q)
                 if covered is not None:
-                    mass = covered[a + i : end + i]
-                    pair, grad = _lk_hybrid(pair, grad, p[at], mass, lk_eta)
+                    pair, grad = _lk_hybrid(pair, grad, p[at], covered[a + i : end + i], lk_eta)
                 per_step[i] += (pair * valid[i, chunk]).sum()
                 loss += (pair * w).sum()
-                grad = grad.to(x.dtype)
-                if d_states is not None:
-                    d_states[i, chunk] = (grad @ compute_head) * w[:, None]
-                if d_head is not None:
-                    weighted = (x * w[:, None]).to(x.dtype)
-                    d_head.add_(grad.T @ weighted) if head.dtype != x.dtype else d_head.addmm_(grad.T, weighted)
+                _add_gradients(grad.to(x.dtype), x, w, compute_head, None if d_states is None else d_states[i, chunk], d_head)
         ctx.save_for_backward(d_states, d_head)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(per_step, choice)  # type: ignore[attr-defined]
         return loss, per_step, choice
@@ -157,6 +151,17 @@ class HeadLoss(torch.autograd.Function):
         d_states, d_head = ctx.saved_tensors  # type: ignore[attr-defined]
         scaled = [None if d is None else d * grad.to(d.dtype) for d in (d_states, d_head)]
         return *scaled, None, None, None, None, None, None
+
+
+def _add_gradients(
+    grad: Tensor, x: Tensor, weights: Tensor, head: Tensor, d_states: Tensor | None, d_head: Tensor | None
+) -> None:
+    """Set d_states [C, H] and add to d_head [K, H], from the gradient of the logits [C, K], weights [C] and x [C, H]."""
+    if d_states is not None:
+        d_states.copy_((grad @ head) * weights[:, None])
+    if d_head is not None:
+        weighted = (x * weights[:, None]).to(x.dtype)
+        d_head.add_(grad.T @ weighted) if d_head.dtype != x.dtype else d_head.addmm_(grad.T, weighted)
 
 
 def _logits(x: Tensor, head: Tensor, buffer: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ CHARTS: dict[str, dict[str, str]] = {
     "Loss by TTT step": {"loss_by_step": "step"},
     "Accuracy by TTT step": {"accuracy_by_step": "step"},
     "Acceptance length": {"acceptance_length": "training packs", "validation_acceptance_length": "validation"},
-    "Coverage of the draft vocabulary": {"coverage": "labels", "validation_coverage": "target probability, validation"},
+    "Coverage of the draft vocabulary": {"label_coverage": "labels", "validation_coverage": "target probability, validation"},
     "Gradient norm": {"gradient_norm": "before clipping"},
     "Learning rate": {"learning_rate": "rate"},
     "Tokens/s": {"tokens_per_s": "all", "supervised_per_s": "supervised"},

@@ -4,6 +4,7 @@ A trainer that is told to stop (SIGTERM, Ctrl-C) finishes its step, saves and en
 it with REFUSED_CODE and the message in error-<rank>.txt; any other end is a fault of the process or the machine.
 """
 
+import logging
 import os
 import signal
 import subprocess
@@ -18,7 +19,9 @@ from pydantic import BaseModel, ConfigDict
 
 from eagle3.config import TrainConfig
 
+logger = logging.getLogger(__name__)
 PREEMPTED_CODE, REFUSED_CODE = 75, 65  # EX_TEMPFAIL, EX_DATAERR of sysexits.h
+SHUTDOWN_TIMEOUT_S = 600  # torchrun's default of 30 s is too short to write a large checkpoint
 LAUNCHER_PID = "EAGLE3_LAUNCHER_PID"
 JOB_NAME, LOCK_NAME, PREEMPTED_NAME = "job.json", "trainer.lock", "preempted"
 
@@ -64,14 +67,19 @@ def train_in_processes(job: TrainJob, on_progress: Callable[[], None] | None = N
     for old in [*out.glob("error-*.txt"), out / PREEMPTED_NAME]:
         old.unlink(missing_ok=True)
     (out / JOB_NAME).write_text(job.model_dump_json(indent=1))
-    num_processes = job.cfg.processes or count_gpus(job.cfg.device) or 1
+    num_processes = count_processes(job.cfg)
     process = subprocess.Popen(_command(out / JOB_NAME, num_processes), env=_environment(num_processes))
-    with _passing_on_signals(process) as received:
-        while (code := _wait(process, every_s)) is None:
+    try:
+        with _passing_on_signals(process) as received:
+            while (code := _wait(process, every_s)) is None:
+                if on_progress:
+                    on_progress()
             if on_progress:
                 on_progress()
-        if on_progress:
-            on_progress()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
     if signal.SIGINT in received:
         raise KeyboardInterrupt
     if code == PREEMPTED_CODE or (out / PREEMPTED_NAME).exists():
@@ -84,11 +92,15 @@ def train_in_processes(job: TrainJob, on_progress: Callable[[], None] | None = N
         (out / used).unlink(missing_ok=True)
 
 
-def count_gpus(device: str) -> int:
-    """GPUs that training would use."""
+def count_processes(cfg: TrainConfig) -> int:
+    """Processes to start: as set, else one for each GPU that has a pack in every step, one on a CPU."""
     import torch
 
-    return 0 if device == "cpu" else torch.cuda.device_count()
+    gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
+    if not cfg.processes and gpus > cfg.packs_per_step:
+        idle = gpus - cfg.packs_per_step
+        logger.warning("%d of %d GPUs stay idle; raise train.packs_per_step to a multiple of %d", idle, gpus, gpus)
+    return cfg.processes or min(gpus, cfg.packs_per_step) or 1
 
 
 def _command(job_path: Path, num_processes: int) -> list[str]:
@@ -102,8 +114,9 @@ def _environment(num_processes: int) -> dict[str, str]:
     """The caller's, with eagle3 importable, its cores shared out, and its pid, so that nobody trains for a dead caller."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {LAUNCHER_PID: str(os.getpid()), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S)}
     threads = {} if num_processes == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes))}
-    return os.environ | threads | {"PYTHONPATH": os.pathsep.join(paths), LAUNCHER_PID: str(os.getpid())}
+    return os.environ | threads | settings | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:

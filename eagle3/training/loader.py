@@ -125,8 +125,8 @@ def cut_row(row: HiddenStateRow, max_tokens: int) -> HiddenStateRow:
 class ShardRows:
     """The rows of several hidden-state shards, numbered in shard order, known from the manifests; chunks are opened when needed.
 
-    lengths: tokens of every row. sample_ids: their ids. chunk_of: the number of each row's chunk, over all shards. chunk_bytes:
-    size of every chunk file.
+    lengths: tokens of every row. sample_ids: their ids. chunk_of: the number of each row's chunk, over all shards. digests:
+    the shards' own.
     """
 
     def __init__(self, shard_dirs: list[str], cache_dir: Path | None = None, cache_bytes: int = 0) -> None:
@@ -146,7 +146,7 @@ class ShardRows:
         shards = zip(shard_dirs, manifests, strict=True)
         chunks = [Chunk(f"{d.rstrip('/')}/{entry['file']}", entry) for d, manifest in shards for entry in manifest["chunks"]]
         self.cache = ChunkCache(chunks, cache_dir, cache_bytes)
-        self.chunk_bytes = [int(chunk.entry["bytes"]) for chunk in chunks]
+        self.digests: list[str] = [manifest["digest"] for manifest in manifests]
         self.lengths: list[int] = [n for chunk in chunks for n in chunk.entry["lengths"]]
         self.sample_ids: list[str] = [i for chunk in chunks for i in chunk.entry["sample_ids"]]
         self.chunk_of = [number for number, chunk in enumerate(chunks) for _ in chunk.entry["lengths"]]

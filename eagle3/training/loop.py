@@ -1,6 +1,6 @@
 """The training run: shards and vocabulary in, draft out; goes on from its own checkpoint.
 
-plan the packs -> for every step: read its packs, train_step, log -> validate, keep the best -> checkpoint -> draft.safetensors
+plan the packs -> for every step: read its packs, train_step, log, validate, keep the best, checkpoint -> draft.safetensors
 """
 
 import json
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,7 @@ def make_draft(job: TrainJob, target: TargetTensors, target_ids: Tensor) -> Eagl
         return init_draft(config, target, target_ids, job.cfg)
     draft, ids = load_exported(job.init_dir, target.embedding)
     if not torch.equal(ids, target_ids):
-        raise ValueError(
-            f"{job.init_dir} drafts other tokens than {job.vocab_path}; a draft is trained on with its own vocabulary"
-        )
+        raise ValueError(f"{job.init_dir} drafts other tokens than {job.vocab_path}; a draft goes on with its own vocabulary")
     draft.config = replace(draft.config, target_architectures=target.config.get("architectures") or [])
     draft.lm_head.weight.requires_grad_(job.cfg.head != "target_frozen")
     return draft
@@ -107,54 +106,76 @@ def target_head(target: TargetTensors, target_ids: Tensor, device: torch.device)
 
 def run(trainer: Trainer, plan: Plan, rows: ShardRows, out: Path, should_stop: Callable[[int], bool]) -> None:
     """Take the steps that are left, then write the draft."""
-    ranks, cfg, draft, total = trainer.ranks, trainer.cfg, trainer.objective.unrolled.draft, len(plan.steps)
-    path = out / CHECKPOINT_NAME
-    progress = Progress(0, {}, 0.0, b"")
-    if path.exists():
-        progress = load_checkpoint(path, draft, trainer.optimizers, plan.digest)
-    done = progress.step
+    ranks, cfg, total = trainer.ranks, trainer.cfg, len(plan.steps)
+    state = TrainingRun(trainer, plan, out)
+    done = state.progress.step
     logger.info("%d of %d steps done, %d rows, %d processes, %s", done, total, len(rows.lengths), ranks.size, ranks.device)
-    with tqdm(total=total, initial=done, desc="train_draft", unit="step", mininterval=2, disable=ranks.rank > 0) as bar:
-
-        def show(line: dict[str, Any]) -> None:
-            bar.set_postfix_str(f"loss {line['loss']:.3f}, {line['supervised_per_s']:.0f} supervised tok/s", refresh=False)
-            bar.update(line["step"] - bar.n)
-
-        log = MetricLog(out / METRICS if ranks.rank == 0 else None, total, done, show, progress.metrics)
-
-        def save() -> None:
-            log.flush()
-            if ranks.rank == 0:
-                state = Progress(done, progress.best, progress.best_length, log.text())
-                save_checkpoint(path, draft, trainer.optimizers, state, plan.digest)
-
-        held_out = list(read_packs(rows, plan.validation[ranks.rank :: ranks.size], cfg.pack_tokens, cfg.ttt_steps))
-        steps = step_batches(rows, plan, done, ranks, cfg)
-        for batches, wait_s in steps:
-            if ranks.any(should_stop(done)):
-                save()
-                steps.close()
-                raise Preempted(f"stopped after {done} of {total} steps; run again to go on")
-            started = time.process_time()
-            factor = learning_rate_factor(done, total, cfg)
-            set_learning_rate(trainer.optimizers, factor)
-            figures = train_step(trainer, batches)
-            hits = figures.pop("hits")
-            done += 1
-            if log.is_due(done) or ranks.device.type == "cpu":  # reading the hits would hold a GPU up
-                figures["acceptance_length"] = walk_batch(hits, batches[-1]).acceptance_length
-            if done in plan.validate_after:
-                judged = judge(trainer, held_out)
-                figures |= judged
-                progress = keep_best(progress, draft, judged["validation_acceptance_length"])
-            ids = [row for batch in batches for row in batch.sample_ids]
-            rate = cfg.learning_rate * factor
-            cpu_s = round(time.process_time() - started, 4)
-            log.add(done, ids, **figures, learning_rate=rate, wait_s=wait_s, cpu_s=cpu_s)
-            if done % cfg.checkpoint_every == 0 or done == total:
-                save()
+    held_out = list(read_packs(rows, plan.validation[ranks.rank :: ranks.size], cfg.pack_tokens, cfg.ttt_steps))
+    with (
+        tqdm(total=total, initial=done, desc="train_draft", unit="step", mininterval=2, disable=ranks.rank > 0) as bar,
+        closing(step_batches(rows, plan, done, ranks, cfg)) as packs_of_steps,
+    ):
+        state.log.on_flush = partial(_show, bar)
+        for step in range(done, total):
+            if ranks.any(should_stop(step)):
+                state.save()
+                ranks.any(False)  # nobody leaves before the file is whole: torchrun ends the others soon after the first
+                raise Preempted(f"stopped after {step} of {total} steps; run again to go on")
+            state.take_step(*next(packs_of_steps), held_out)
     if ranks.rank == 0:
-        write_draft(draft, progress.best if cfg.keep == "best" else {}, out)
+        write_draft(state.draft, state.progress.best if cfg.keep == "best" else {}, out)
+
+
+def _show(bar: "tqdm[Any]", line: dict[str, Any]) -> None:
+    bar.set_postfix_str(f"loss {line['loss']:.3f}, {line['supervised_per_s']:.0f} supervised tok/s", refresh=False)
+    bar.update(line["step"] - bar.n)
+
+
+class TrainingRun:
+    """A run at some step: weights, optimizers, progress and log, from the checkpoint in `out` where there is one."""
+
+    def __init__(self, trainer: Trainer, plan: Plan, out: Path) -> None:
+        self.trainer, self.plan, self.path = trainer, plan, out / CHECKPOINT_NAME
+        self.draft = trainer.objective.unrolled.draft
+        self.progress = Progress(0, {}, 0.0, b"")
+        if self.path.exists():
+            self.progress = load_checkpoint(self.path, self.draft, trainer.optimizers, plan.digest)
+        metrics_path = out / METRICS if trainer.ranks.rank == 0 else None
+        self.log = MetricLog(metrics_path, len(plan.steps), self.progress.step, self.progress.metrics)
+
+    def take_step(self, batches: list[PackedBatch], wait_s: float, held_out: list[PackedBatch]) -> None:
+        """Train on the packs of the next step; log, validate and save where it is due."""
+        cfg, step, total = self.trainer.cfg, self.progress.step, len(self.plan.steps)
+        started = time.process_time()
+        factor = learning_rate_factor(step, total, cfg)
+        set_learning_rate(self.trainer.optimizers, factor)
+        figures = train_step(self.trainer, batches)
+        hits, done = figures.pop("hits"), step + 1
+        self.progress = replace(self.progress, step=done)
+        if self.log.is_due(done) or self.trainer.ranks.device.type == "cpu":  # reading the hits would hold a GPU up
+            figures["acceptance_length"] = walk_batch(hits, batches[-1]).acceptance_length
+        if done in self.plan.validate_after:
+            figures |= self._validate(held_out)
+        ids = [row for batch in batches for row in batch.sample_ids]
+        rate, cpu_s = cfg.learning_rate * factor, round(time.process_time() - started, 4)
+        self.log.add(done, ids, **figures, learning_rate=rate, wait_s=wait_s, cpu_s=cpu_s)
+        if done % cfg.checkpoint_every == 0 or done == total:
+            self.save()
+
+    def _validate(self, held_out: list[PackedBatch]) -> dict[str, Any]:
+        """Judge the held-out packs; weights whose acceptance length beats all before are the best."""
+        judged = judge(self.trainer, held_out)
+        length = judged["validation_acceptance_length"]
+        if not self.progress.best or length > self.progress.best_length:
+            self.progress = replace(self.progress, best=trained_tensors(self.draft), best_length=length)
+        return judged
+
+    def save(self) -> None:
+        """Write the log and the checkpoint."""
+        self.log.flush()
+        if self.trainer.ranks.rank == 0:
+            progress = replace(self.progress, metrics=self.log.text())
+            save_checkpoint(self.path, self.draft, self.trainer.optimizers, progress, self.plan.digest)
 
 
 def step_batches(
@@ -173,13 +194,6 @@ def step_batches(
             batches = [next(packs) for _ in step]
             wait_s = time.monotonic() - started
             yield (batches if own else [batch.without_slots() for batch in batches]), wait_s
-
-
-def keep_best(progress: Progress, draft: Eagle3Draft, length: float) -> Progress:
-    """Take the draft's weights as the best if its held-out acceptance length beats all before."""
-    if progress.best and length <= progress.best_length:
-        return progress
-    return replace(progress, best=trained_tensors(draft), best_length=length)
 
 
 def write_draft(draft: Eagle3Draft, best: dict[str, Tensor], out: Path) -> None:

@@ -21,22 +21,15 @@ FLUSH_EVERY = 10
 class MetricLog:
     """Appends one JSON object a line: step and the figures given to `add`; every FLUSH_EVERY steps rates, memory and time left.
 
-    path: None in every process but the first. A resumed run drops the lines after its checkpoint. on_flush is called with the
-    newest line, for a bar or a live Deck.
+    path: None in every process but the first. so_far: lines of a checkpoint. on_flush is called with the newest line, for a bar.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        total_steps: int,
-        done_steps: int,
-        on_flush: Callable[[dict[str, Any]], None],
-        so_far: bytes = b"",
-    ) -> None:
+    def __init__(self, path: Path | None, total_steps: int, done_steps: int, so_far: bytes = b"") -> None:
         if path is not None:
             kept = [line for line in so_far.decode().splitlines() if line and json.loads(line)["step"] <= done_steps]
             path.write_text("".join(f"{line}\n" for line in kept))
-        self.path, self.total, self.on_flush = path, total_steps, on_flush
+        self.path, self.total = path, total_steps
+        self.on_flush: Callable[[dict[str, Any]], None] = lambda line: None
         self.first, self.started = done_steps, time.monotonic()
         self.flushed_at, self.pending = self.started, list[dict[str, Any]]()
         self.rows = list[list[str]]()

@@ -3,7 +3,6 @@
 The same for any number of processes: a step's packs are dealt out to them, and the sum over a step is that of all its packs.
 """
 
-import json
 import logging
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ from eagle3.shards import digest_of
 from eagle3.training.loader import ShardRows, count_cut, plan_packs
 
 logger = logging.getLogger(__name__)
-HOW_ONLY = {"device", "processes", "disk_budget_bytes", "checkpoint_every"}  # settings that do not change what is learnt
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,8 @@ def make_plan(rows: ShardRows, cfg: TrainConfig, identity: str) -> Plan:
     every = cfg.validate_every
     validate_after = set(range(every, len(steps), every)) | {len(steps)} if every else epoch_ends
     validation = plan_packs(rows.lengths, rows.chunk_of, validating, cfg.pack_tokens, cfg.seed, 0, cfg.shuffle_chunks)
-    settings = json.dumps(cfg.model_dump(exclude=HOW_ONLY), sort_keys=True)
-    digest = digest_of(settings, identity, *rows.sample_ids, *map(str, rows.lengths))
+    if not validation and cfg.keep == "best":
+        logger.warning("train.keep best means the last weights here: %d rows leave none to validate on", len(rows.lengths))
+    order = (*rows.digests, *rows.sample_ids, *map(str, rows.lengths), *map(str, rows.chunk_of))
+    digest = digest_of(cfg.settings_of_result(), identity, *order)
     return Plan(steps, frozenset(validate_after if validation else ()), validation, digest)

@@ -56,16 +56,18 @@ def main(job_path: str) -> int:
     stop = StopRequest()
     job = TrainJob.model_validate_json(Path(job_path).read_text())
     out = Path(job.out_dir)
-    ranks = join_ranks(job.cfg.device)
-    with only_trainer(out) if ranks.rank == 0 else nullcontext():
+    rank = int(os.environ.get("RANK", "0"))
+    # The others wait in join_ranks for the first, so none of them touches anything before it holds the lock.
+    with only_trainer(out) if rank == 0 else nullcontext():
         try:
-            train(job, ranks, stop)
+            train(job, join_ranks(job.cfg.device), stop)
         except Preempted:
-            (out / PREEMPTED_NAME).touch()
+            if rank == 0:
+                (out / PREEMPTED_NAME).touch()
             return PREEMPTED_CODE
         except (ValueError, FloatingPointError) as e:
             logging.exception("training cannot go on")
-            (out / f"error-{ranks.rank}.txt").write_text(str(e))
+            (out / f"error-{rank}.txt").write_text(str(e))
             return REFUSED_CODE
         finally:
             leave_ranks()

@@ -101,7 +101,7 @@ def train_step(trainer: Trainer, batches: list[PackedBatch]) -> dict[str, Any]:
         "loss": loss_sum / weight_sum.clamp(min=1),
         "loss_by_step": per_step / valid.clamp(min=1),
         "accuracy_by_step": correct / valid.clamp(min=1),
-        "coverage": inside / supervised.clamp(min=1),
+        "label_coverage": inside / supervised.clamp(min=1),
         "gradient_norm": norm,
         "supervised": supervised,
         "tokens": tokens,

@@ -110,7 +110,7 @@ def test_the_draft_learns_and_reports(tmp_path: Path, model_type: str, loss: str
     assert 0 <= metrics[-1]["data_wait_share"] <= 1
     assert metrics[-1]["acceptance_length"] > 1
     for line in metrics:
-        assert {"learning_rate", "gradient_norm", "coverage", "supervised", "tokens", "cpu_s"} <= line.keys()
+        assert {"learning_rate", "gradient_norm", "label_coverage", "supervised", "tokens", "cpu_s"} <= line.keys()
 
 
 def test_the_weights_of_the_best_validation_are_handed_on(tmp_path: Path) -> None:

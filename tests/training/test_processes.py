@@ -148,7 +148,8 @@ def test_two_processes_equal_one(inputs: dict[str, Any], tmp_path: Path, averagi
     a, b = (read_metrics(tmp_path / n / "metrics.jsonl") for n in "12")
     assert [m["supervised"] for m in a] == [m["supervised"] for m in b]
     for x, y in zip(a, b, strict=True):
-        assert y["loss"] == pytest.approx(x["loss"], rel=1e-5)
+        for name in ("loss", "gradient_norm"):  # AdamW and clipping would hide a wrong scale of the gradients
+            assert y[name] == pytest.approx(x[name], rel=1e-5), name
     lengths = [m["validation_acceptance_length"] for m in b if "validation_acceptance_length" in m]
     assert lengths == [m["validation_acceptance_length"] for m in a if "validation_acceptance_length" in m]
 

@@ -75,7 +75,7 @@ def live_bytes(rows: ShardRows, packs: list[list[int]]) -> int:
     most = 0
     for place in range(len(packs)):
         before, after = ({rows.chunk_of[r] for pack in part for r in pack} for part in (packs[: place + 1], packs[place:]))
-        most = max(most, sum(rows.chunk_bytes[c] for c in before & after))
+        most = max(most, sum(rows.cache.chunks[c].entry["bytes"] for c in before & after))
     return most
 
 

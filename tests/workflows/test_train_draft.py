@@ -143,7 +143,7 @@ def test_a_killed_local_run_goes_on_from_its_checkpoint(tmp_path: Path, monkeypa
         run(tmp_path)
     with pytest.raises(RuntimeError, match="killed"):
         run(tmp_path, learning_rate=0.5)
-    run(tmp_path)
+    run(tmp_path, checkpoint_every=7)  # changes nothing that is learnt
     assert jobs[2].out_dir == jobs[0].out_dir != jobs[1].out_dir
 
 
@@ -299,8 +299,3 @@ def test_the_deck_shows_curves_while_training_goes_on(tmp_path: Path, monkeypatc
     use(monkeypatch, train)
     with pod(tmp_path):
         run(tmp_path)
-
-
-def test_a_line_of_another_process_that_is_cut_short_waits(tmp_path: Path) -> None:
-    (tmp_path / "metrics").write_text('{"step": 1}\n{"step": 2}\n{"ste')
-    assert live.read_lines(tmp_path / "metrics") == [{"step": 1}, {"step": 2}]

@@ -39,7 +39,7 @@ def train_draft(
     store.share_credentials()
     target_dir = target.directory.download()
     key = store.digest_of_digests(
-        [CACHE.version, states_digest, vocab_digest, target_digest, init_digest, train.model_dump_json()]
+        [CACHE.version, states_digest, vocab_digest, target_digest, init_digest, train.settings_of_result()]
     )
     with tempfile.TemporaryDirectory() as init_dir, store.resumable_dir("train_draft", key) as out:
         if init_digest:
