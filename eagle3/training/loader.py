@@ -102,6 +102,24 @@ def _fill(begun: list[int], rows: list[int], lengths: list[int], pack_tokens: in
     return packs
 
 
+def split_pack(pack: list[int], lengths: list[int], part_tokens: int) -> list[list[int]]:
+    """Cut a pack between rows into parts of at most `part_tokens` tokens; a longer row is a part of its own.
+
+    Args:
+        pack: row numbers, at least one.
+        lengths: tokens of every row.
+    """
+    parts: list[list[int]] = [[]]
+    room = part_tokens
+    for row in pack:
+        if parts[-1] and lengths[row] > room:
+            parts.append([])
+            room = part_tokens
+        parts[-1].append(row)
+        room -= lengths[row]
+    return parts
+
+
 def count_cut(lengths: list[int], rows: list[int], pack_tokens: int) -> int:
     """How many of the rows are longer than a pack and lose their end."""
     return sum(lengths[row] > pack_tokens for row in rows)

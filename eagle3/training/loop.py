@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from eagle3.batch import PackedBatch
 from eagle3.config import TrainConfig
-from eagle3.draft.acceptance import walk_batch
+from eagle3.draft.acceptance import AcceptanceCounts, walk_batch
 from eagle3.draft.loss import TargetHead
 from eagle3.draft.model import DraftConfig, Eagle3Draft, init_draft, load_exported
 from eagle3.shards import digest_of
@@ -29,11 +29,11 @@ from eagle3.target.weights import TargetTensors, load_target_tensors
 from eagle3.training.checkpoint import CHECKPOINT_NAME, Progress, load_checkpoint, save_checkpoint, trained_tensors
 from eagle3.training.distributed import Ranks
 from eagle3.training.launch import Preempted, TrainJob
-from eagle3.training.loader import ShardRows, read_packs
+from eagle3.training.loader import ShardRows, read_packs, split_pack
 from eagle3.training.metrics import MetricLog
 from eagle3.training.optimizer import learning_rate_factor, make_optimizers, set_learning_rate
 from eagle3.training.plan import Plan, make_plan
-from eagle3.training.step import Objective, Trainer, judge, train_step
+from eagle3.training.step import PART_TOKENS, Objective, Trainer, judge, train_step
 from eagle3.vocab import load_vocab
 
 logger = logging.getLogger(__name__)
@@ -150,10 +150,11 @@ class TrainingRun:
         factor = learning_rate_factor(step, total, cfg)
         set_learning_rate(self.trainer.optimizers, factor)
         figures = train_step(self.trainer, batches)
-        hits, done = figures.pop("hits"), step + 1
+        all_hits, done = figures.pop("hits"), step + 1
         self.progress = replace(self.progress, step=done)
         if self.log.is_due(done) or self.trainer.ranks.device.type == "cpu":  # reading the hits would hold a GPU up
-            figures["acceptance_length"] = walk_batch(hits, batches[-1]).acceptance_length
+            walks = [walk_batch(hits, batch) for hits, batch in zip(all_hits, batches, strict=True)]
+            figures["acceptance_length"] = sum(walks, AcceptanceCounts.empty(cfg.ttt_steps)).acceptance_length
         if done in self.plan.validate_after:
             figures |= self._validate(held_out)
         ids = [row for batch in batches for row in batch.sample_ids]
@@ -181,13 +182,17 @@ class TrainingRun:
 def step_batches(
     rows: ShardRows, plan: Plan, done: int, ranks: Ranks, cfg: TrainConfig
 ) -> Generator[tuple[list[PackedBatch], float]]:
-    """This process's packs of every step from `done` on, and the seconds that it waited for them.
+    """The parts of this process's packs of every step from `done` on, and the seconds that it waited for them.
 
     Where a step has no pack for it, it gets the step's first without its slots: every process must take part in every step.
     """
     mine = [plan.packs_of(step, ranks.rank, ranks.size) for step in range(done, len(plan.steps))]
-    filled = [packs or plan.steps[done + i][:1] for i, packs in enumerate(mine)]
-    flat = [pack for step in filled for pack in step]
+    part_tokens = PART_TOKENS.get(ranks.device.type, cfg.pack_tokens)
+    filled = [
+        [part for pack in packs or plan.steps[done + i][:1] for part in split_pack(pack, rows.lengths, part_tokens)]
+        for i, packs in enumerate(mine)
+    ]
+    flat = [part for step in filled for part in step]
     with closing(read_packs(rows, flat, cfg.pack_tokens, cfg.ttt_steps, pin=ranks.device.type == "cuda")) as packs:
         for own, step in zip(mine, filled, strict=True):
             started = time.monotonic()

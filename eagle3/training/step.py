@@ -24,6 +24,10 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.draft.ttt import Unroll, find_hits, guess
 from eagle3.training.distributed import Ranks
 
+# A pack is worked on in parts of whole rows, whose gradients add up. On a CPU larger parts cost more: 490 tokens per CPU-second
+# with 4,096 or 8,192 tokens, 431 with 16,384, 392 with 32,768 (tests/benchmarks/pack_sizes.py: width 576, half supervised).
+PART_TOKENS = {"cpu": 4096}
+
 
 class Objective(nn.Module):
     """The unroll and its loss as a module, computed in `dtype` from float32 master weights."""
@@ -74,17 +78,18 @@ def train_step(trainer: Trainer, batches: list[PackedBatch]) -> dict[str, Any]:
     """Take one optimizer step.
 
     Args:
-        batches: this process's packs, on the CPU, at least one.
+        batches: the parts of this process's packs, on the CPU, at least one.
 
     Returns:
-        Figures for MetricLog as tensors: those of the whole step, `own_loss` of this process, `hits` [I, S] of the last pack.
+        Figures for MetricLog as tensors: those of the whole step, `own_loss` of this process, and `hits`, [I, S] of each part.
     """
     for optimizer in trainer.optimizers.values():
         optimizer.zero_grad(set_to_none=True)
-    totals, own_loss, hits = None, None, None
+    totals, own_loss, all_hits = None, None, []
     for number, batch in enumerate(batches):
         with _sync_if(number == len(batches) - 1, trainer.parallel):
             figures, loss, hits = _accumulate(trainer, batch)
+        all_hits.append(hits)
         totals = figures if totals is None else totals + figures
         own_loss = loss if own_loss is None else own_loss + loss
     assert totals is not None
@@ -106,7 +111,7 @@ def train_step(trainer: Trainer, batches: list[PackedBatch]) -> dict[str, Any]:
         "supervised": supervised,
         "tokens": tokens,
         "own_loss": own_loss,
-        "hits": hits,
+        "hits": all_hits,
     }
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3.batch import pack_rows
-from eagle3.training.loader import count_cut, cut_row, plan_packs
+from eagle3.training.loader import count_cut, cut_row, plan_packs, split_pack
 from tests.draft.tiny import random_row
 
 
@@ -136,6 +136,13 @@ def test_a_row_longer_than_a_pack_stands_alone_and_is_counted() -> None:
     assert sorted(plan([700, 10])) == [[0], [1]]
     assert count_cut([700, 512, 513, 10], [0, 1, 2, 3], 512) == 2
     assert count_cut([700, 512, 513, 10], [1, 2], 512) == 1
+
+
+def test_parts_keep_the_rows_and_their_order() -> None:
+    lengths = [5, 3, 9, 2, 2, 4]
+    assert split_pack([0, 1, 2, 3, 4, 5], lengths, 8) == [[0, 1], [2], [3, 4, 5]]
+    assert split_pack([5, 0], lengths, 100) == [[5, 0]]
+    assert split_pack([2], lengths, 4) == [[2]]
 
 
 def test_no_rows_make_no_packs() -> None:

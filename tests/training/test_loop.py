@@ -12,7 +12,7 @@ from eagle3.config import TrainConfig
 from eagle3.training.launch import Preempted
 from eagle3.training.loop import train
 from eagle3.training.metrics import read_metrics
-from eagle3.training.step import Objective
+from eagle3.training.step import PART_TOKENS, Objective
 from tests.draft.tiny import tiny_target
 from tests.training.jobs import make_inputs, make_job, upload
 
@@ -140,16 +140,19 @@ def test_a_frozen_head_stays_the_targets(tmp_path: Path) -> None:
     assert torch.equal(draft["lm_head.weight"], tiny_target(dtype=torch.float32).head[ids])
 
 
-def test_packs_of_a_step_weigh_by_their_slots(tmp_path: Path) -> None:
-    """Two small packs in one step are one large pack."""
+def test_packs_of_a_step_weigh_by_their_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One large pack, small packs in one step, and one large pack worked on in parts are the same step."""
     inputs = make_inputs(tmp_path)
     settings = {"epochs": 1, "validation_rows": 0, "optimizer": "adamw"}
     train(make_job(inputs, tmp_path / "large", pack_tokens=100_000, **settings))
     train(make_job(inputs, tmp_path / "small", pack_tokens=64, packs_per_step=1000, **settings))
-    large, small = (read_metrics(tmp_path / d / "metrics.jsonl") for d in ("large", "small"))
-    assert len(large) == len(small) == 1
-    for name in ("loss", "gradient_norm", "supervised", "tokens", "loss_by_step", "accuracy_by_step"):
-        assert large[0][name] == pytest.approx(small[0][name], rel=1e-5), name
+    monkeypatch.setitem(PART_TOKENS, "cpu", 50)
+    train(make_job(inputs, tmp_path / "parts", pack_tokens=100_000, **settings))
+    large, *others = (read_metrics(tmp_path / d / "metrics.jsonl") for d in ("large", "small", "parts"))
+    for other in others:
+        assert len(large) == len(other) == 1
+        for name in ("loss", "gradient_norm", "supervised", "tokens", "loss_by_step", "accuracy_by_step", "acceptance_length"):
+            assert large[0][name] == pytest.approx(other[0][name], rel=1e-5), name
 
 
 def test_bfloat16_computes_from_float32_master_weights(tmp_path: Path) -> None:
