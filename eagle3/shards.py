@@ -296,6 +296,10 @@ def parse_manifest(text: str | bytes | None, path: str | Path) -> dict[str, Any]
         if version == FORMAT_VERSION:
             for chunk in manifest["chunks"]:
                 _check_entry(chunk)
+            lengths = [n for chunk in manifest["chunks"] for n in chunk["lengths"]]
+            found, said = (len(lengths), sum(lengths)), (manifest["rows"], manifest["tokens"])
+            if found != said:
+                raise ValueError(f"its chunks hold {found[0]} rows and {found[1]} tokens, it says {said[0]} and {said[1]}")
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path} is not a manifest ({e}); delete the directory and run again") from e
     if version != FORMAT_VERSION:
@@ -310,6 +314,8 @@ def _check_entry(chunk: dict[str, Any]) -> None:
     chunk["file"] = Path(chunk["file"]).name
     if not CHUNK_NAME.fullmatch(chunk["file"]) or not SHA256.fullmatch(chunk["sha256"]) or int(chunk["bytes"]) < 0:
         raise ValueError(f"no chunk is described by file {chunk['file']!r}, sha256 {chunk['sha256']!r}, bytes {chunk['bytes']!r}")
+    if min(chunk["lengths"], default=0) < 1:
+        raise ValueError(f"{chunk['file']} must have rows of at least one token")
     if len(chunk["lengths"]) != len(chunk["sample_ids"]):
         raise ValueError(f"{chunk['file']} has {len(chunk['lengths'])} lengths but {len(chunk['sample_ids'])} sample ids")
 

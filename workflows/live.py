@@ -79,15 +79,15 @@ class AttemptCheckpoint:
         if self.store is None or not self.path.exists() or state_of(self.path) == self.saved:
             return
         # The trainer may replace the file during the upload: a second name keeps this version.
-        with tempfile.TemporaryDirectory(dir=self.path.parent) as directory:
-            copy = Path(directory) / self.path.name
-            os.link(self.path, copy)
-            state = state_of(copy)
-            try:
+        try:
+            with tempfile.TemporaryDirectory(dir=self.path.parent) as directory:
+                copy = Path(directory) / self.path.name
+                os.link(self.path, copy)
+                state = state_of(copy)
                 self.store.save(copy)
-            except (FlyteUploadDataException, OSError) as e:
-                logger.warning("the checkpoint could not be saved (%s); the next one is tried again", e)
-                return
+        except (FlyteUploadDataException, OSError) as e:
+            logger.warning("the checkpoint could not be saved (%s); the next one is tried again", e)
+            return
         self.saved = state
 
 

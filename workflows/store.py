@@ -37,7 +37,10 @@ def is_local() -> bool:
 def new_dir(name: str) -> Path:
     """Make a new, empty directory for one output."""
     path = _root() / f"{name}-{uuid.uuid4().hex[:12]}"
-    path.mkdir(parents=True)
+    try:
+        path.mkdir(parents=True)
+    except OSError as e:
+        raise OSError(f"no output can be written to {path.parent} ({e}); set EAGLE3_STORE to a directory that can be") from e
     return path
 
 

@@ -167,7 +167,7 @@ def _place(init_from: str) -> str:
         return init_from.rstrip("/")
     path = Path(init_from).expanduser()
     if (path / "summary.json").is_file():
-        return str(json.loads((path / "summary.json").read_text())["export_dir"])
+        return _export_of(path / "summary.json")
     if path.is_dir():
         return str(path.resolve())
     if init_from.startswith(("/", ".", "~", "runs/")) or init_from.count("/") > 1:
@@ -176,6 +176,16 @@ def _place(init_from: str) -> str:
             "give a hub id like org/draft or a URL like s3://bucket/draft: a pod cannot read directories of your machine"
         )
     return init_from
+
+
+def _export_of(summary_path: Path) -> str:
+    try:
+        export_dir = str(json.loads(summary_path.read_text())["export_dir"])
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{summary_path} names no export ({e!r}); finish that run, or give its draft's directory") from e
+    if not Path(export_dir).is_dir():
+        raise ValueError(f"the draft that {summary_path} names is gone: {export_dir}; run that recipe again")
+    return export_dir
 
 
 def _is_hub_id(place: str) -> bool:

@@ -38,6 +38,9 @@ def complete_config(content: dict[str, Any], target: dict[str, Any], default_lay
             "config.json must have speculators_model_type 'eagle3' and a transformer_layer_config, got "
             f"{content.get('speculators_model_type')!r} and {type(layer).__name__}; give a draft in the Speculators format"
         )
+    for flag, default in FLAG_DEFAULTS.items():
+        if not isinstance(content.get(flag, default), bool):
+            raise ValueError(f"config.json: {flag} must be true or false, got {content[flag]!r}")
     layer = _complete_layer(layer, target)
     serving = content.get("speculators_config") or {}
     verifier = (serving.get("verifier") or {}) | {"architectures": target.get("architectures") or []}
@@ -47,7 +50,7 @@ def complete_config(content: dict[str, Any], target: dict[str, Any], default_lay
         "target_hidden_size": content.get("target_hidden_size") or layer["hidden_size"],
         "eagle_aux_hidden_state_layer_ids": sorted(content.get("eagle_aux_hidden_state_layer_ids") or default_layer_ids),
         "speculators_config": serving | {"verifier": verifier},
-        **{flag: bool(content.get(flag, default)) for flag, default in FLAG_DEFAULTS.items()},
+        **{flag: content.get(flag, default) for flag, default in FLAG_DEFAULTS.items()},
     }
 
 

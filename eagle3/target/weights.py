@@ -92,8 +92,8 @@ def load_target_tensors(target_dir: str | Path, dtype: torch.dtype = torch.float
     norm_weight = read_tensor(target_dir, files, "model.norm.weight").to(dtype)
     tied = config.get("tie_word_embeddings", False)
     head = embedding if tied else read_tensor(target_dir, files, "lm_head.weight").to(dtype)
-    shape = (config["vocab_size"], config["hidden_size"])
-    for name, tensor in (("embedding", embedding), ("head", head)):
+    whole = (config["vocab_size"], config["hidden_size"])
+    for name, tensor, shape in (("embedding", embedding, whole), ("head", head, whole), ("final norm", norm_weight, whole[1:])):
         if tensor.shape != shape:
             found = tuple(tensor.shape)
             raise ValueError(f"{target_dir}: {name} has shape {found}, config.json says {shape}; fetch the target again")

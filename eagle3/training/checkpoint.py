@@ -77,8 +77,8 @@ def load_checkpoint(path: Path, draft: nn.Module, optimizers: dict[str, torch.op
     best: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt") as f:
-            metadata = f.metadata()
-            if metadata["plan_digest"] != plan_digest:
+            metadata = f.metadata() or {}
+            if metadata.get("plan_digest") != plan_digest:
                 raise ValueError(f"{path} belongs to other data or settings; remove it to start afresh")
             metrics = bytes(f.get_tensor("metrics").numpy())
             for key in f.keys():  # noqa: SIM118 (safe_open is not a mapping)

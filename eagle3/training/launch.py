@@ -1,11 +1,12 @@
 """Training in processes of its own: one, or torchrun with one for each GPU. The caller waits, and hears why they ended.
 
 A trainer that is told to stop (SIGTERM, Ctrl-C) finishes its step, saves and ends with PREEMPTED_CODE; bad data or settings end
-it with REFUSED_CODE and the message in error-<rank>.txt; any other end is a fault of the process or the machine.
+it with REFUSED_CODE and the message in refused-<rank>.txt; after any other fault (failed-<rank>.txt) another try may succeed.
 """
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,13 +59,13 @@ def train_in_processes(job: TrainJob, on_progress: Callable[[], None] | None = N
 
     Raises:
         ValueError: bad data or settings, in the trainer's words.
-        Preempted: a checkpoint was saved after a SIGTERM; run the job again.
+        Preempted: after a SIGTERM, when the trainer has saved what it had; run the job again.
         KeyboardInterrupt: after Ctrl-C, when the trainer has saved.
         RuntimeError: the trainer died; its last checkpoint is sound.
     """
     out = Path(job.out_dir)
     out.mkdir(parents=True, exist_ok=True)
-    for old in [*out.glob("error-*.txt"), out / PREEMPTED_NAME]:
+    for old in [*out.glob("refused-*.txt"), *out.glob("failed-*.txt"), out / PREEMPTED_NAME]:
         old.unlink(missing_ok=True)
     (out / JOB_NAME).write_text(job.model_dump_json(indent=1))
     num_processes = count_processes(job.cfg)
@@ -82,14 +83,22 @@ def train_in_processes(job: TrainJob, on_progress: Callable[[], None] | None = N
             process.wait()
     if signal.SIGINT in received:
         raise KeyboardInterrupt
-    if code == PREEMPTED_CODE or (out / PREEMPTED_NAME).exists():
-        raise Preempted(f"training was told to stop and saved {out}; run it again to go on")
-    if messages := [path.read_text() for path in sorted(out.glob("error-*.txt"))]:
-        raise ValueError("; ".join(dict.fromkeys(messages)))
+    if code == PREEMPTED_CODE or (out / PREEMPTED_NAME).exists() or (code and signal.SIGTERM in received):
+        raise Preempted(f"training was told to stop; run it again to go on from its checkpoint in {out}")
+    if refused := _messages(out, "refused"):
+        raise ValueError(refused)
     if code:
-        raise RuntimeError(f"the trainer ended with code {code}; its own words stand above; run again to go on from {out}")
+        words = _messages(out, "failed") or "its own words stand above"
+        raise RuntimeError(f"the trainer ended with code {code}: {words}; run again to go on from {out}")
     for used in (JOB_NAME, LOCK_NAME):
         (out / used).unlink(missing_ok=True)
+    for left in out.glob("chunks-*"):  # of an attempt with more processes
+        shutil.rmtree(left)
+
+
+def _messages(out: Path, kind: str) -> str:
+    """What the processes left as their last words, each once."""
+    return "; ".join(dict.fromkeys(path.read_text() for path in sorted(out.glob(f"{kind}-*.txt"))))
 
 
 def count_processes(cfg: TrainConfig) -> int:

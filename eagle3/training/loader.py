@@ -144,7 +144,7 @@ class ShardRows:
     """The rows of several hidden-state shards, numbered in shard order, known from the manifests; chunks are opened when needed.
 
     lengths: tokens of every row. sample_ids: their ids. chunk_of: the number of each row's chunk, over all shards. digests:
-    the shards' own.
+    the shards' own. supervised_tokens: over all shards. layer_ids: aux layers of each shard that names them.
     """
 
     def __init__(self, shard_dirs: list[str], cache_dir: Path | None = None, cache_bytes: int = 0) -> None:
@@ -165,6 +165,10 @@ class ShardRows:
         chunks = [Chunk(f"{d.rstrip('/')}/{entry['file']}", entry) for d, manifest in shards for entry in manifest["chunks"]]
         self.cache = ChunkCache(chunks, cache_dir, cache_bytes)
         self.digests: list[str] = [manifest["digest"] for manifest in manifests]
+        self.supervised_tokens = sum(manifest["supervised_tokens"] for manifest in manifests)
+        self.layer_ids: list[list[int]] = [
+            manifest["info"]["layer_ids"] for manifest in manifests if "layer_ids" in manifest["info"]
+        ]
         self.lengths: list[int] = [n for chunk in chunks for n in chunk.entry["lengths"]]
         self.sample_ids: list[str] = [i for chunk in chunks for i in chunk.entry["sample_ids"]]
         self.chunk_of = [number for number, chunk in enumerate(chunks) for _ in chunk.entry["lengths"]]

@@ -58,6 +58,9 @@ def train(job: TrainJob, ranks: Ranks = ALONE, should_stop: Callable[[int], bool
     cache_dir = out / f"chunks-{ranks.rank}"  # stays when killed: the next attempt takes over what was fetched
     cache_dir.mkdir(parents=True, exist_ok=True)
     rows = ShardRows(job.shard_dirs, cache_dir, job.cfg.disk_budget_bytes // ranks.size)
+    for found in rows.layer_ids:
+        if found != job.layer_ids:
+            raise ValueError(f"the shards hold aux layers {found}, the job says {job.layer_ids}; extract those or train on these")
     trainer, identity = make_trainer(job, ranks)
     run(trainer, make_plan(rows, job.cfg, identity), rows, out, should_stop)
     shutil.rmtree(cache_dir)
@@ -73,6 +76,10 @@ def make_trainer(job: TrainJob, ranks: Ranks) -> tuple[Trainer, str]:
     dtype = torch.bfloat16 if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and ranks.device.type == "cuda") else torch.float32
     vocab = load_vocab(job.vocab_path)
     target = load_target_tensors(job.target_dir, dtype)
+    if len(vocab.t2d) != len(target.head):
+        raise ValueError(
+            f"{job.vocab_path} is for a target of {len(vocab.t2d)} tokens, {job.target_dir} has {len(target.head)}; make it again"
+        )
     draft = make_draft(job, target, vocab.target_ids).to(ranks.device)
     lk_eta = cfg.lk_eta if cfg.loss == "lk_hybrid" else None
     objective = Objective(draft, target_head(target, vocab.target_ids, ranks.device), dtype, lk_eta)
@@ -111,6 +118,8 @@ def run(trainer: Trainer, plan: Plan, rows: ShardRows, out: Path, should_stop: C
     done = state.progress.step
     logger.info("%d of %d steps done, %d rows, %d processes, %s", done, total, len(rows.lengths), ranks.size, ranks.device)
     held_out = list(read_packs(rows, plan.validation[ranks.rank :: ranks.size], cfg.pack_tokens, cfg.ttt_steps))
+    if plan.validation and not ranks.any(any(len(batch.slots) for batch in held_out)):
+        logger.warning("the %d held-out packs have no supervised slot: no weights are better than others", len(plan.validation))
     with (
         tqdm(total=total, initial=done, desc="train_draft", unit="step", mininterval=2, disable=ranks.rank > 0) as bar,
         closing(step_batches(rows, plan, done, ranks, cfg)) as packs_of_steps,
@@ -122,6 +131,11 @@ def run(trainer: Trainer, plan: Plan, rows: ShardRows, out: Path, should_stop: C
                 ranks.any(False)  # nobody leaves before the file is whole: torchrun ends the others soon after the first
                 raise Preempted(f"stopped after {step} of {total} steps; run again to go on")
             state.take_step(*next(packs_of_steps), held_out)
+    if done < total and not state.log.num_supervised:
+        raise ValueError(
+            f"no row has two supervised tokens in a row within train.pack_tokens {cfg.pack_tokens}, so nothing was learnt; "
+            "raise it, or look at the loss masks"
+        )
     if ranks.rank == 0:
         write_draft(state.draft, state.progress.best if cfg.keep == "best" else {}, out)
 
@@ -145,6 +159,8 @@ class TrainingRun:
 
     def take_step(self, batches: list[PackedBatch], wait_s: float, held_out: list[PackedBatch]) -> None:
         """Train on the packs of the next step; log, validate and save where it is due."""
+        for batch in batches:
+            self._check_fits(batch)
         cfg, step, total = self.trainer.cfg, self.progress.step, len(self.plan.steps)
         started = time.process_time()
         factor = learning_rate_factor(step, total, cfg)
@@ -163,11 +179,22 @@ class TrainingRun:
         if done % cfg.checkpoint_every == 0 or done == total:
             self.save()
 
+    def _check_fits(self, batch: PackedBatch) -> None:
+        """Refuse states of another target: on a GPU a wrong size or token would end the process without a word."""
+        config, num_tokens = self.draft.config, len(self.draft.get_buffer("embedding"))
+        wanted = (len(config.eagle_aux_hidden_state_layer_ids), config.target_hidden_size)
+        shape, largest = tuple(batch.aux.shape[1:]), int(batch.token_ids.max())
+        if shape != wanted or largest >= num_tokens:
+            raise ValueError(
+                f"states of {shape} (aux layers, hidden size) and token ids up to {largest} do not fit a draft of {wanted} and "
+                f"{num_tokens} tokens; rows {batch.sample_ids[0]} … are another target's"
+            )
+
     def _validate(self, held_out: list[PackedBatch]) -> dict[str, Any]:
-        """Judge the held-out packs; weights whose acceptance length beats all before are the best."""
+        """Judge the held-out packs; weights whose acceptance length no earlier ones beat are the best."""
         judged = judge(self.trainer, held_out)
         length = judged["validation_acceptance_length"]
-        if not self.progress.best or length > self.progress.best_length:
+        if length >= self.progress.best_length:
             self.progress = replace(self.progress, best=trained_tensors(self.draft), best_length=length)
         return judged
 

@@ -22,6 +22,7 @@ class MetricLog:
     """Appends one JSON object a line: step and the figures given to `add`; every FLUSH_EVERY steps rates, memory and time left.
 
     path: None in every process but the first. so_far: lines of a checkpoint. on_flush is called with the newest line, for a bar.
+    num_supervised counts the slots that this process has logged.
     """
 
     def __init__(self, path: Path | None, total_steps: int, done_steps: int, so_far: bytes = b"") -> None:
@@ -33,6 +34,7 @@ class MetricLog:
         self.first, self.started = done_steps, time.monotonic()
         self.flushed_at, self.pending = self.started, list[dict[str, Any]]()
         self.rows = list[list[str]]()
+        self.num_supervised = 0.0
 
     def is_due(self, step: int) -> bool:
         """True if adding `step` flushes."""
@@ -65,6 +67,7 @@ class MetricLog:
         rows, self.pending, self.rows = self.rows, [], []
         for line, ids in zip(lines, rows, strict=True):
             _check_finite(line, line.pop("own_loss"), ids)
+        self.num_supervised += sum(line["supervised"] for line in lines)
         self._add_rates(lines)
         if self.path is not None:
             with open(self.path, "a") as f:

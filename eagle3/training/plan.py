@@ -35,8 +35,10 @@ def make_plan(rows: ShardRows, cfg: TrainConfig, identity: str) -> Plan:
         identity: what else decides the result: draft, vocabulary, initial weights.
 
     Raises:
-        ValueError: if no row is left to train on, or the disk budget does not hold the chunks of a group.
+        ValueError: if no row or no supervised token is left to train on, or the disk budget does not hold the chunks of a group.
     """
+    if not rows.supervised_tokens:
+        raise ValueError("no row of the shards has a supervised token, so nothing can be learnt; look at their loss masks")
     training, validating = rows.split(cfg.validation_rows)
     if cut := count_cut(rows.lengths, training, cfg.pack_tokens):
         logger.warning("%d of %d rows are longer than train.pack_tokens %d and are cut", cut, len(training), cfg.pack_tokens)

@@ -1,12 +1,14 @@
 """One training process: `python -m eagle3.training.run job.json`, alone or started by torchrun. See launch.py for how it ends."""
 
 import fcntl
+import itertools
 import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +34,34 @@ class StopRequest:
 
 
 def _is_alive(pid: int) -> bool:
+    """Whether the process runs; one that is dead but not yet reaped does not."""
     try:
         os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except OSError:  # another user's, or a system without /proc
         return True
-    return True
 
 
 @contextmanager
-def only_trainer(out: Path) -> Iterator[None]:
-    """Wait until no other trainer writes into the directory: one whose caller was killed may still be saving."""
+def only_trainer(out: Path, stop: StopRequest) -> Iterator[None]:
+    """Wait until no other trainer writes into the directory: one whose caller was killed may still be saving.
+
+    Raises:
+        Preempted: if told to stop meanwhile.
+    """
     with open(out / LOCK_NAME, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        for attempt in itertools.count():
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if stop(0):
+                    raise Preempted("stopped while another trainer was at work") from None
+                if attempt == 0:
+                    logging.info("waiting for another trainer that is at work in %s", out)
+                time.sleep(0.5)
         (out / PREEMPTED_NAME).unlink(missing_ok=True)
         yield
 
@@ -58,19 +74,24 @@ def main(job_path: str) -> int:
     out = Path(job.out_dir)
     rank = int(os.environ.get("RANK", "0"))
     # The others wait in join_ranks for the first, so none of them touches anything before it holds the lock.
-    with only_trainer(out) if rank == 0 else nullcontext():
-        try:
+    try:
+        with only_trainer(out, stop) if rank == 0 else nullcontext():
             train(job, join_ranks(job.cfg.device), stop)
-        except Preempted:
-            if rank == 0:
-                (out / PREEMPTED_NAME).touch()
-            return PREEMPTED_CODE
-        except (ValueError, FloatingPointError) as e:
-            logging.exception("training cannot go on")
-            (out / f"error-{rank}.txt").write_text(str(e))
-            return REFUSED_CODE
-        finally:
-            leave_ranks()
+    except Preempted:
+        if rank == 0:
+            (out / PREEMPTED_NAME).touch()
+        return PREEMPTED_CODE
+    except (ValueError, FloatingPointError) as e:
+        logging.exception("training cannot go on")
+        (out / f"refused-{rank}.txt").write_text(str(e))
+        return REFUSED_CODE
+    except OSError as e:
+        logging.exception("training cannot go on now")
+        with suppress(OSError):
+            (out / f"failed-{rank}.txt").write_text(str(e))
+        return 1
+    finally:
+        leave_ranks()
     return 0
 
 

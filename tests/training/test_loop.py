@@ -9,10 +9,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from eagle3.config import TrainConfig
+from eagle3.shards import HiddenStateWriter, TokenRow
 from eagle3.training.launch import Preempted
 from eagle3.training.loop import train
 from eagle3.training.metrics import read_metrics
 from eagle3.training.step import PART_TOKENS, Objective
+from eagle3.vocab import build_vocab, save_vocab
 from tests.draft.tiny import tiny_target
 from tests.training.jobs import make_inputs, make_job, upload
 
@@ -120,7 +122,7 @@ def test_the_weights_of_the_best_validation_are_handed_on(tmp_path: Path) -> Non
         train(make_job(inputs, tmp_path / keep, keep=keep, **settings))
     metrics = read_metrics(tmp_path / "last" / "metrics.jsonl")
     lengths = {m["step"]: m["validation_acceptance_length"] for m in metrics if "validation_acceptance_length" in m}
-    best = max(lengths, key=lambda step: (lengths[step], -step))
+    best = max(lengths, key=lambda step: (lengths[step], step))
     assert len(lengths) > 3
     assert best < max(lengths), "the last step is the best one: choose settings under which it is not"
     with pytest.raises(Preempted):
@@ -200,3 +202,34 @@ def test_step_weights_fall_only_beyond_three_steps() -> None:
     assert TrainConfig(ttt_steps=3).step_weights == [1.0, 1.0, 1.0]
     assert TrainConfig(ttt_steps=5).step_weights == pytest.approx([1.0, 0.8, 0.64, 0.512, 0.4096])
     assert TrainConfig(ttt_steps=2, step_decay=0.5).step_weights == [1.0, 0.5]
+
+
+def test_of_equal_validations_the_latest_is_kept(tmp_path: Path) -> None:
+    """Weights that have learnt too little for any acceptance: those of the first epoch are no better."""
+    inputs, settings = make_inputs(tmp_path), {"learning_rate": 1e-6, "validation_rows": 1}
+    for keep in ("best", "last"):
+        train(make_job(inputs, tmp_path / keep, keep=keep, **settings))
+    lengths = [m.get("validation_acceptance_length", 1.0) for m in read_metrics(tmp_path / "last" / "metrics.jsonl")]
+    assert set(lengths) == {1.0}
+    assert_same_weights(tmp_path / "best", tmp_path / "last")
+
+
+def test_inputs_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path)
+    with pytest.raises(ValueError, match=r"the shards hold aux layers \[1, 3, 4\], the job says \[1, 2, 4\]"):
+        train(make_job(inputs | {"layer_ids": [1, 2, 4]}, tmp_path / "run"))
+    save_vocab(tmp_path / "other", build_vocab(torch.ones(50, dtype=torch.int64), 20, []))
+    with pytest.raises(ValueError, match=r"other is for a target of 50 tokens, .*target has 97"):
+        train(make_job(inputs | {"vocab_path": str(tmp_path / "other")}, tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"no row has two supervised tokens in a row within train.pack_tokens 2"):
+        train(make_job(inputs, tmp_path / "run", pack_tokens=2))
+
+
+def test_states_of_another_target_are_refused(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path)
+    writer = HiddenStateWriter(tmp_path / "wide", "float32", 4096, {})
+    for r in range(12):
+        writer.add(TokenRow(f"row-{r}", "test", [1, 2, 3, 4], [False, True, True, True]), torch.ones(4, 4, 96))
+    writer.close()
+    with pytest.raises(ValueError, match=r"states of \(3, 96\) .* do not fit a draft of \(3, 48\) and 97 tokens"):
+        train(make_job(inputs | {"shard_dirs": [str(tmp_path / "wide")]}, tmp_path / "run"))

@@ -1,5 +1,6 @@
 """Training in real processes: killed, told to stop, several that equal one."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -114,6 +115,23 @@ def test_nobody_trains_for_a_dead_caller(inputs: dict[str, Any], tmp_path: Path)
         time.sleep(0.1)
     assert (tmp_path / "preempted").exists()
     assert (tmp_path / "checkpoint.safetensors").exists()
+
+
+def test_a_trainer_that_waits_for_another_can_be_stopped(inputs: dict[str, Any], tmp_path: Path) -> None:
+    with open(tmp_path / "trainer.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = start(make_job(inputs, tmp_path))
+        deadline = time.monotonic() + 120
+        while not _catches_sigterm(process.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(60) == PREEMPTED_CODE
+
+
+def _catches_sigterm(pid: int) -> bool:
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def test_bad_data_is_the_callers_value_error(inputs: dict[str, Any], tmp_path: Path) -> None:

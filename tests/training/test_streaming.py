@@ -59,6 +59,11 @@ def plan(rows: ShardRows, epochs: int = 1, shuffle_chunks: int = 3) -> list[list
     return list(itertools.chain(*plans))
 
 
+def chunk_bytes(rows: ShardRows) -> list[int]:
+    """Size of every chunk file."""
+    return [chunk.entry["bytes"] for chunk in rows.cache.chunks]
+
+
 def assert_same(batches: list[PackedBatch], expected: list[PackedBatch]) -> None:
     assert [b.sample_ids for b in batches] == [b.sample_ids for b in expected]
     for batch, other in zip(batches, expected, strict=True):
@@ -75,7 +80,7 @@ def live_bytes(rows: ShardRows, packs: list[list[int]]) -> int:
     most = 0
     for place in range(len(packs)):
         before, after = ({rows.chunk_of[r] for pack in part for r in pack} for part in (packs[: place + 1], packs[place:]))
-        most = max(most, sum(rows.cache.chunks[c].entry["bytes"] for c in before & after))
+        most = max(most, sum(chunk_bytes(rows)[c] for c in before & after))
     return most
 
 
@@ -125,7 +130,7 @@ def test_rows_are_known_from_the_manifests_alone(shard_dirs: list[str], monkeypa
     assert rows.lengths == [len(row.token_ids) for row in stored]
     assert rows.sample_ids == [row.sample_id for row in stored]
     sizes = [p.stat().st_size for d in shard_dirs for p in sorted(Path(d).glob("*.safetensors"))]
-    assert rows.chunk_bytes == sizes
+    assert chunk_bytes(rows) == sizes
     assert sorted(set(rows.chunk_of)) == list(range(len(sizes)))
     assert rows.chunk_of == sorted(rows.chunk_of)
 
@@ -149,7 +154,7 @@ def test_s3_streams_what_the_local_disk_holds_within_a_budget_below_the_data(
     local = ShardRows(shard_dirs)
     packs = plan(local)
     budget = live_bytes(local, packs)
-    assert budget < sum(local.chunk_bytes) / 3
+    assert budget < sum(chunk_bytes(local)) / 3
     urls = upload(s3, shard_dirs)
     rows = ShardRows(urls, tmp_path, budget)
     assert (rows.lengths, rows.sample_ids, rows.chunk_of) == (local.lengths, local.sample_ids, local.chunk_of)
@@ -162,7 +167,7 @@ def test_s3_streams_what_the_local_disk_holds_within_a_budget_below_the_data(
     assert_same(batches, read(local, packs))
     assert 0 < watch.most <= budget
     assert watch.lost == []
-    assert len(watch.urls) == len(set(watch.urls)) == len(rows.chunk_bytes)
+    assert len(watch.urls) == len(set(watch.urls)) == len(chunk_bytes(rows))
     tail = len(packs) // 2
     resumed = ShardRows(urls, tmp_path / "other", budget)
     assert_same(read(resumed, packs[tail:]), batches[tail:])
@@ -187,8 +192,8 @@ def test_neither_budget_nor_start_nor_timing_changes_what_is_read(
 ) -> None:
     local, cache_dir = ShardRows(shard_dirs), tmp_path_factory.mktemp("cache")
     packs = plan(local, epochs, shuffle_chunks)[start:]
-    least = max(sum(local.chunk_bytes[c] for c in local.chunks_of(pack)) for pack in packs)
-    budget = max(least, int(share * sum(local.chunk_bytes)))
+    least = max(sum(chunk_bytes(local)[c] for c in local.chunks_of(pack)) for pack in packs)
+    budget = max(least, int(share * sum(chunk_bytes(local))))
     rows = ShardRows(file_urls(shard_dirs), cache_dir, budget)
     with pytest.MonkeyPatch.context() as patch:
         watch = Watch(patch, cache_dir)
@@ -201,7 +206,7 @@ def test_neither_budget_nor_start_nor_timing_changes_what_is_read(
             batches.append(batch)
     assert_same(batches, expected)
     assert watch.most <= budget
-    if budget >= sum(local.chunk_bytes):
+    if budget >= sum(chunk_bytes(local)):
         assert len(watch.urls) == len({c for pack in packs for c in local.chunks_of(pack)})
 
 
@@ -260,10 +265,10 @@ def test_a_cached_chunk_is_taken_over_checked_and_only_our_files_go(
     shard_dirs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local, urls = ShardRows(shard_dirs), file_urls(shard_dirs)
-    packs, budget = plan(local), sum(local.chunk_bytes)
+    packs, budget = plan(local), sum(chunk_bytes(local))
     read(ShardRows(urls, tmp_path, budget), packs)
     cached = sorted(tmp_path.iterdir())
-    assert len(cached) == len(local.chunk_bytes)
+    assert len(cached) == len(chunk_bytes(local))
     cached[0].unlink()
     data = bytearray(cached[1].read_bytes())
     data[-1] ^= 1
@@ -458,8 +463,8 @@ def test_a_chunk_is_checked_once_and_stays_open_only_while_it_is_needed(
     for place, _ in enumerate(read_packs(rows, packs, PACK_TOKENS, STEPS)):
         near = {c for pack in packs[max(0, place - 1) : place + loader.PACKS_AHEAD + 3 + 3] for c in rows.chunks_of(pack)}
         assert is_remote or set(rows.cache.ready) <= near
-    assert len(checked) == len(set(checked)) == len(rows.chunk_bytes)
-    assert len(opened) > 2 * len(rows.chunk_bytes)
+    assert len(checked) == len(set(checked)) == len(chunk_bytes(rows))
+    assert len(opened) > 2 * len(chunk_bytes(rows))
 
 
 def test_local_chunks_are_checked_only_a_little_ahead(shard_dirs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,8 +64,8 @@ def train_draft(
             launch.train_in_processes(job, report)
         finally:
             checkpoint.save()
-        checkpoint.path.unlink(missing_ok=True)
         done = store.finish(out, "train_draft")
+        (done / CHECKPOINT_NAME).unlink(missing_ok=True)
         deck.metrics_path = done / METRICS
     return DraftCheckpoint(FlyteDirectory(str(done)), store.file_digest(done / "draft.json", done / "draft.safetensors"))
 
