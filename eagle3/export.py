@@ -75,6 +75,7 @@ def write_export(
     part.mkdir(parents=True)
     (part / "config.json").write_text(json.dumps(export_config(draft, public_name, cfg), indent=2) + "\n")
     save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+    (part / "model.safetensors").chmod(0o644)  # safetensors writes for its owner only; a server is often another user
     digest = verify_export(part)
     _check_equal(part / "model.safetensors", tensors)
     part.replace(out)

@@ -26,8 +26,8 @@ ENGINE: dict[str, Any] = {
     "shared_memory": "16Gi",
 }
 TRAINER: dict[str, Any] = {
-    "requests": Resources(cpu="16", mem="128Gi", gpu="1", ephemeral_storage="2000Gi"),
-    "limits": Resources(cpu="24", mem="192Gi", gpu="1", ephemeral_storage="3000Gi"),
+    "requests": Resources(cpu="16", mem="128Gi", gpu="1", ephemeral_storage="300Gi"),
+    "limits": Resources(cpu="24", mem="192Gi", gpu="1", ephemeral_storage="400Gi"),
     "accelerator": H200,
     "shared_memory": "16Gi",
 }

@@ -188,10 +188,10 @@ class VllmEngine:
 
 
 class _Progress:
-    """Bar over generated tokens. Nobody knows their number: unfinished answers count as long as the finished ones' mean."""
+    """Bar over generated tokens. Nobody knows their number: unfinished answers count in full, so it may end early."""
 
     def __init__(self, num_prompts: int, max_new_tokens: int, show: bool, offset: int) -> None:
-        self.num_prompts, self.offset = num_prompts, offset
+        self.num_prompts, self.max_new_tokens, self.offset = num_prompts, max_new_tokens, offset
         self.bar = tqdm(total=num_prompts * max_new_tokens, desc="generate", unit="tok", delay=2, disable=not show, mininterval=1)
         self.next_update_s = 0.0
 
@@ -202,9 +202,8 @@ class _Progress:
     def update(self, answers: dict[int, dict[str, Any]], generated: int) -> None:
         """Show the engine's count of generated tokens, unfinished answers included."""
         self.next_update_s = time.monotonic() + 1
-        if answers:
-            mean = sum(len(a["token_ids"]) for a in answers.values()) / len(answers)
-            self.bar.total = max(int(mean * self.num_prompts), generated - self.offset)
+        finished = sum(len(a["token_ids"]) for a in answers.values())
+        self.bar.total = finished + (self.num_prompts - len(answers)) * self.max_new_tokens
         self.bar.set_postfix_str(f"{len(answers)}/{self.num_prompts} answers", refresh=False)
         self.bar.update(generated - self.offset - self.bar.n)
 

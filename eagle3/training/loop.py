@@ -62,7 +62,7 @@ def train(job: TrainJob, ranks: Ranks = ALONE, should_stop: Callable[[int], bool
         if found != job.layer_ids:
             raise ValueError(f"the shards hold aux layers {found}, the job says {job.layer_ids}; extract those or train on these")
     trainer, identity = make_trainer(job, ranks)
-    run(trainer, make_plan(rows, job.cfg, identity), rows, out, should_stop)
+    run(trainer, make_plan(rows, job.cfg, identity), rows, out, should_stop, judge_first=bool(job.init_dir))
     shutil.rmtree(cache_dir)
 
 
@@ -111,8 +111,12 @@ def target_head(target: TargetTensors, target_ids: Tensor, device: torch.device)
     return TargetHead(target.norm_weight.to(device), target.norm_eps, head[target_ids], target_ids.to(device), head)
 
 
-def run(trainer: Trainer, plan: Plan, rows: ShardRows, out: Path, should_stop: Callable[[int], bool]) -> None:
-    """Take the steps that are left, then write the draft."""
+def run(trainer: Trainer, plan: Plan, rows: ShardRows, out: Path, should_stop: Callable[[int], bool], judge_first: bool) -> None:
+    """Take the steps that are left, then write the draft.
+
+    Args:
+        judge_first: the initial weights may be the best.
+    """
     ranks, cfg, total = trainer.ranks, trainer.cfg, len(plan.steps)
     state = TrainingRun(trainer, plan, out)
     done = state.progress.step
@@ -125,6 +129,9 @@ def run(trainer: Trainer, plan: Plan, rows: ShardRows, out: Path, should_stop: C
         closing(step_batches(rows, plan, done, ranks, cfg)) as packs_of_steps,
     ):
         state.log.on_flush = partial(_show, bar)
+        if judge_first and done == 0 and plan.validation:
+            length = state.validate(held_out)["validation_acceptance_length"]
+            logger.info("the initial draft has a held-out acceptance length of %.3f", length)
         for step in range(done, total):
             if ranks.any(should_stop(step)):
                 state.save()
@@ -172,7 +179,7 @@ class TrainingRun:
             walks = [walk_batch(hits, batch) for hits, batch in zip(all_hits, batches, strict=True)]
             figures["acceptance_length"] = sum(walks, AcceptanceCounts.empty(cfg.ttt_steps)).acceptance_length
         if done in self.plan.validate_after:
-            figures |= self._validate(held_out)
+            figures |= self.validate(held_out)
         ids = [row for batch in batches for row in batch.sample_ids]
         rate, cpu_s = cfg.learning_rate * factor, round(time.process_time() - started, 4)
         self.log.add(done, ids, **figures, learning_rate=rate, wait_s=wait_s, cpu_s=cpu_s)
@@ -190,7 +197,7 @@ class TrainingRun:
                 f"{num_tokens} tokens; rows {batch.sample_ids[0]} … are another target's"
             )
 
-    def _validate(self, held_out: list[PackedBatch]) -> dict[str, Any]:
+    def validate(self, held_out: list[PackedBatch]) -> dict[str, Any]:
         """Judge the held-out packs; weights whose acceptance length no earlier ones beat are the best."""
         judged = judge(self.trainer, held_out)
         length = judged["validation_acceptance_length"]

@@ -8,7 +8,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from eagle3.config import TrainConfig
+from eagle3.config import ExportConfig, TrainConfig
+from eagle3.export import write_export
 from eagle3.shards import HiddenStateWriter, TokenRow
 from eagle3.training.launch import Preempted
 from eagle3.training.loop import train
@@ -233,3 +234,21 @@ def test_states_of_another_target_are_refused(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ValueError, match=r"states of \(3, 96\) .* do not fit a draft of \(3, 48\) and 97 tokens"):
         train(make_job(inputs | {"shard_dirs": [str(tmp_path / "wide")]}, tmp_path / "run"))
+
+
+def test_an_initial_draft_that_training_only_spoils_is_handed_on(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path)
+    train(make_job(inputs, tmp_path / "first", epochs=20))
+    assert max(m.get("validation_acceptance_length", 1) for m in read_metrics(tmp_path / "first" / "metrics.jsonl")) > 1
+    initial = export_of(tmp_path)
+    job = make_job(inputs | {"init_dir": str(initial)}, tmp_path / "second", epochs=1, learning_rate=1.0, schedule="constant")
+    train(job)
+    assert_same_weights(tmp_path / "first", tmp_path / "second")
+    assert read_metrics(tmp_path / "second" / "metrics.jsonl")[-1]["validation_acceptance_length"] == 1.0
+
+
+def export_of(root: Path) -> Path:
+    """The export of root/first."""
+    cfg = ExportConfig(dtype="float32")
+    write_export(root / "first", root / "vocab.safetensors", root / "target", "example-org/tiny", cfg, root / "export")
+    return root / "export"
