@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3.shards import HiddenStateRow
+from eagle3.hidden_states import HiddenStateRow
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,16 @@ class ExtractConfig(StageConfig):
     layer_ids: list[int] = Field(
         default=[], description="aux layers in vLLM's numbering (states after k layers); empty means 2, n//2, n-3"
     )
-    storage_dtype: Dtype = Field(default="bfloat16", description="dtype on disk")
-    chunk_bytes: int = Field(default=1 << 30, ge=1, description="size of one chunk file, bytes; a new one starts above it")
+    encoding: Literal["bf16", "fp16", "fp32", "fp8"] = Field(
+        default="bf16",
+        description="dtype on disk; bf16 is exact for a bfloat16 engine, fp8 (e4m3) half of it",
+    )
+    compression: Literal["none", "zstd"] = Field(
+        default="zstd", description="lossless: byte shuffle and zstd, about a quarter less for bf16"
+    )
+    chunk_bytes: int = Field(
+        default=1 << 30, ge=1, description="size of a chunk before compression, bytes; a new one starts above it"
+    )
 
 
 HOW_ONLY = {"device", "processes", "disk_budget_bytes", "checkpoint_every"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle3.batch import PackedBatch, pack_rows, valid_steps
-from eagle3.shards import HiddenStateRow, last_state_positions
+from eagle3.hidden_states import HiddenStateRow, last_state_positions
 
 NUM_AUX, HIDDEN = 3, 4
 

@@ -8,7 +8,7 @@ engine's own rounds and accepted counts (exactly so in float32).
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,10 +17,13 @@ from eagle3.config import EngineConfig, EvaluateConfig, ExtractConfig
 from eagle3.draft.acceptance import AcceptanceCounts, walk
 from eagle3.draft.model import load_exported
 from eagle3.draft.ttt import find_hits, guess, unroll
-from eagle3.shards import TokenRow, read_hidden_states, read_token_shard, write_token_shard
+from eagle3.hidden_states import read_hidden_states
+from eagle3.shards import TokenRow, read_token_shard, write_token_shard
 from eagle3.target import engine as target_engine
 from eagle3.target.properties import end_of_turn_ids
 from eagle3.target.weights import load_target_tensors
+
+EXACT_ENCODING: dict[str, Literal["fp32", "bf16", "fp16"]] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def evaluate(
@@ -140,7 +143,7 @@ def predict_acceptance(
             f"{scratch}/states",
             content["eagle_aux_hidden_state_layer_ids"],
             engine.model_copy(update={"dtype": cfg.dtype}),
-            ExtractConfig(storage_dtype=cfg.dtype),
+            ExtractConfig(encoding=EXACT_ENCODING[cfg.dtype], compression="none"),
             {},
         )
         for row, length, captured in zip(rows, lengths, read_hidden_states(f"{scratch}/states"), strict=True):

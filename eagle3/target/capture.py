@@ -1,13 +1,14 @@
-"""Captures one token shard: drives vLLM with bounded memory, restores the rows' order, checks what came back and writes it.
+"""Captures one token shard: drives vLLM with bounded memory, checks what came back and hands it to the shard's writer.
 
 The engine fills its cache with the wanted layers' states (vLLM's `extract_hidden_states`), the connector puts a finished row's
-states on a queue, a thread here takes them off, writes them and lets the next rows in. Each request generates one token: the
-target's own choice after the row's last token, for which the stored last state must give the same argmax.
+states on a queue, a thread here takes them off, checks and passes them on, and lets the next rows in. Each request generates one
+token: the target's own choice after the row's last token, for which the stored last state must give the same argmax.
 """
 
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle3.config import ExtractConfig
-from eagle3.shards import HiddenStateWriter, TokenRow
-from eagle3.target.weights import load_target_tensors
+from eagle3.hidden_state_writer import HiddenStateWriter
+from eagle3.shards import TokenRow
+from eagle3.target.weights import TargetTensors, load_target_tensors
 
-# Host memory that captured, not yet written states may take. One 8B-model row of 4,096 tokens is 134 MB in bfloat16.
+# Host memory of states that are computed or on their way and not yet taken by the writer. One 8B-model row of 4,096 tokens is
+# 134 MB in bfloat16.
 IN_FLIGHT_BYTES = 1 << 30
-# Rows whose next token is checked; one head product over 256 rows costs seconds even for a 150k vocabulary.
-CHECKED_ROWS = 256
+# Rows of a chunk whose next token is checked; their head product costs seconds even for a 150k vocabulary.
+CHECKED_ROWS = 64
 MIN_AGREEMENT = 0.99
 # Logits closer than this share of the largest are a tie: what one rounding of the engine's head output can swap.
 TIE = {"float32": 1e-4, "bfloat16": 2**-6, "float16": 2**-9}
@@ -34,76 +37,108 @@ Add = Callable[[int, Tensor, int], None]
 
 
 class ShardSink:
-    """Takes rows' states in any order, writes them in shard order, and checks the last state against the engine at the end."""
+    """Takes rows' states in any order, writes the shard, and checks a sample of each chunk against the engine's next tokens.
 
-    def __init__(self, rows: list[TokenRow], out_dir: str | Path, extract: ExtractConfig, info: dict[str, Any]) -> None:
-        self.rows = rows
-        self.writer = HiddenStateWriter(out_dir, extract.storage_dtype, extract.chunk_bytes, info)
-        self.waiting: dict[int, tuple[Tensor, int]] = {}
-        self.num_written = 0
-        self.checked: list[tuple[Tensor, int]] = []
+    wanted: numbers of the rows that no earlier attempt has finished, in the order in which the engine should take them: chunk by
+    chunk, within a chunk the frames with the longest rows first, so that a shard does not end on a few long rows.
+    """
 
-    def add(self, index: int, states: Tensor, next_token: int) -> None:
+    def __init__(
+        self,
+        rows: list[TokenRow],
+        out: str | Path,
+        num_aux: int,
+        extract: ExtractConfig,
+        info: dict[str, Any],
+        target_dir: str | Path,
+        dtype: str,
+    ) -> None:
+        self.rows, self.dtype = rows, dtype
+        target = load_target_tensors(target_dir)
+        self.target = replace(target, embedding=target.head)  # a second matrix of that size is not needed
+        self.writer = HiddenStateWriter(out, rows, num_aux, self.target.head.shape[1], extract, info, self._check_chunk)
+        chunks = [frames for number, frames in enumerate(self.writer.plan) if number not in self.writer.entries]
+        by_length = [sorted(frames, key=lambda frame: -max(len(rows[r].token_ids) for r in frame)) for frames in chunks]
+        self.wanted = [row for frames in by_length for frame in frames for row in frame]
+        self.samples: dict[int, tuple[Tensor, int]] = {}
+        self.sampled = {row for frames in chunks for row in _evenly([r for frame in frames for r in frame], CHECKED_ROWS)}
+        self.counts = [entry["checks"] for entry in self.writer.entries.values()]
+
+    def add(self, row: int, states: Tensor, next_token: int) -> None:
         """Hand over one row.
 
         Args:
-            index: its place in the shard.
+            row: its place in the shard.
             states: [T, A + 1, H] host memory, engine dtype.
             next_token: the engine's greedy token after the row.
         """
-        self.waiting[index] = (states, next_token)
-        while self.num_written in self.waiting:
-            states, next_token = self.waiting.pop(self.num_written)
-            self.writer.add(self.rows[self.num_written], states)
-            if len(self.checked) < CHECKED_ROWS:
-                self.checked.append((states[-1, -1].clone(), next_token))
-            self.num_written += 1
+        if row in self.sampled:
+            self.samples[row] = (states[-1, -1].clone(), next_token)
+        self.writer.add(row, states)
 
-    def close(self, target_dir: str, dtype: str) -> dict[str, Any]:
-        """Check the sample, write the manifest and return it."""
-        check_last_states(self.checked, target_dir, dtype)
+    def close(self) -> dict[str, Any]:
+        """Write the manifest and return it."""
         return self.writer.close()
 
+    def _check_chunk(self, rows: list[int]) -> dict[str, int]:
+        """What is known of a chunk's rows. Token ids, lengths and states were checked one by one on their way here.
 
-def check_last_states(checked: list[tuple[Tensor, int]], target_dir: str, dtype: str) -> None:
-    """Refuse last states from which norm and head do not reproduce the engine's own next token: a layer early, or normed twice.
+        Raises:
+            RuntimeError: if the last states of all chunks so far disagree with the engine's next tokens.
+        """
+        samples = [self.samples.pop(row) for row in rows if row in self.sampled]
+        agreed = count_agreements(samples, self.target, self.dtype)
+        counts = {"rows_sound": len(rows), "next_tokens_checked": len(samples), "next_tokens_agreed": agreed}
+        self.counts.append(counts)
+        checked, agreed = (sum(c[f"next_tokens_{name}"] for c in self.counts) for name in ("checked", "agreed"))
+        if checked - agreed > max(1, (1 - MIN_AGREEMENT) * checked):
+            raise RuntimeError(
+                f"the last hidden state reproduces the target's next token in only {agreed} of {checked} rows, "
+                f"{MIN_AGREEMENT:.0%} must agree; the engine's layer numbering or final norm is not the expected one"
+            )
+        return counts
+
+
+def _evenly(items: list[int], count: int) -> list[int]:
+    return items[:: max(1, -(-len(items) // count))]
+
+
+def count_agreements(samples: list[tuple[Tensor, int]], target: TargetTensors, dtype: str) -> int:
+    """How many last states give, through norm and head, the token that the engine chose: not so a layer early, or normed twice.
 
     Args:
-        checked: pairs of a last state [H] and the token the engine chose there.
-        target_dir: where the norm and the head are read from.
+        samples: at least one pair of a last state [H] and the engine's token.
+        target: norm and head.
         dtype: the engine's.
     """
-    target = load_target_tensors(target_dir)
-    states = torch.stack([state for state, _ in checked]).float()
-    chosen = torch.tensor([token for _, token in checked])
+    states = torch.stack([state for state, _ in samples]).float()
+    chosen = torch.tensor([token for _, token in samples])
     normed = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + target.norm_eps) * target.norm_weight
     logits = normed @ target.head.T
     gap = logits.amax(-1) - logits.gather(-1, chosen[:, None])[:, 0]
-    agreement = (gap <= TIE[dtype] * logits.abs().amax(-1)).float().mean().item()
-    if agreement < MIN_AGREEMENT:
-        raise RuntimeError(
-            f"the last hidden state reproduces the target's next token in only {agreement:.1%} of {len(checked)} rows, "
-            f"{MIN_AGREEMENT:.0%} must agree; the engine's layer numbering or final norm is not the expected one"
-        )
+    return int((gap <= TIE[dtype] * logits.abs().amax(-1)).sum())
 
 
 class _Drain(threading.Thread):
-    """Takes finished rows off the connector's queue; `failure` holds what stopped it."""
+    """Takes finished rows off the connector's queue. is_waiting: for the queue. failure: what stopped it."""
 
     def __init__(self, rows: list[TokenRow], add: Add) -> None:
-        super().__init__(name="hidden-states-writer", daemon=True)
+        super().__init__(name="hidden-states", daemon=True)
         self.rows, self.add = rows, add
         self.index_of: dict[str, int] = {}
         self.next_token: dict[int, int] = {}
         self.num_tokens = 0
+        self.is_waiting = False
         self.failure: Exception | None = None
 
     def run(self) -> None:
-        from eagle3.target.connector import captured
+        from eagle3.target.handover import captured
 
         try:
             for _ in self.rows:
+                self.is_waiting = True
                 item = captured.get()
+                self.is_waiting = False
                 item.copied.synchronize()
                 index = self.index_of.pop(item.request_id)
                 row = self.rows[index]
@@ -119,8 +154,8 @@ def capture_with_vllm(engine: Any, rows: list[TokenRow], add: Add, bytes_per_tok
     """Run every row through the engine and pass its states to `add`, from one other thread, in any order.
 
     Args:
-        engine: vLLM's LLMEngine, in this process, set up with eagle3.target.connector.
-        rows: at least one.
+        engine: vLLM's LLMEngine, driven by this process, set up with eagle3.target.connector.
+        rows: in the order in which the engine takes them.
         add: gets a row's index, its states [T, A + 1, H] and the engine's next token.
         bytes_per_token: of the states, to bound what is in flight.
         max_num_seqs: the engine's; twice as many rows are kept in its queue.
@@ -153,8 +188,10 @@ def capture_with_vllm(engine: Any, rows: list[TokenRow], add: Add, bytes_per_tok
             for output in engine.step():
                 drain.next_token[int(output.request_id)] = output.outputs[0].token_ids[0]
                 cached_tokens += output.num_cached_tokens or 0
-            if busy or drain.num_tokens > num_seen:
+            if busy or drain.num_tokens > num_seen or not drain.is_waiting:
                 moved_at, num_seen = time.monotonic(), drain.num_tokens
+                if not busy:  # nothing to compute until the writer has caught up
+                    time.sleep(0.001)
             elif time.monotonic() - moved_at > STALL_S:
                 missing = [rows[i].sample_id for i in drain.index_of.values()]
                 raise RuntimeError(f"the engine is idle but the states of rows {missing[:8]} never came; run the shard again")

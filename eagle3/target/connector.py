@@ -1,12 +1,9 @@
-"""Hands hidden states from vLLM's cache to this process: a KV connector that writes no file per request.
+"""Hands hidden states from vLLM's cache to the process that drives the engine: a KV connector that writes no file per request.
 
 Named in `kv_transfer_config` by its module path, so vLLM loads it without being patched. The stock connector decides *when* a
-request's states are complete; this one decides *where* they go: onto `captured`, in host memory, in the order of completion.
-Only in-process engines of one rank: the queue does not cross processes.
+request's states are complete; this one decides *where* they go: through eagle3.target.handover, in the order of completion.
 """
 
-from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -17,40 +14,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     extract_from_kv_cache,
 )
 
-
-@dataclass(frozen=True)
-class CapturedStates:
-    """One request's states; read `states` only after `copied.synchronize()`.
-
-    token_ids: [T] int64, as the engine saw them. states: [T, L, H] engine dtype, layers in ascending order.
-    """
-
-    request_id: str
-    token_ids: Tensor
-    states: Tensor
-    copied: Any
-
-
-captured: SimpleQueue[CapturedStates] = SimpleQueue()
-
-
-class _HostCopy:
-    """What a CUDA event is to an asynchronous copy, for a copy that is already done."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
+from eagle3.target.handover import CapturedStates, Copied, Sender, captured
 
 
 class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
-    """The stock connector with its file writer replaced by a queue."""
+    """The stock connector with its file writer replaced by a queue, or by a socket where `sink_address` is set."""
 
     def wait_for_save(self) -> None:
         """No lock files, since there are no files."""
 
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """As the stock one, and connect the rank that holds the states for all."""
+        super().register_kv_caches(kv_caches)
+        address = self._kv_transfer_config.get_from_extra_config("sink_address", "")
+        if self._is_tp_rank_zero:
+            self._sink: Any = Sender(address) if address else captured
+
     def _submit_async_write(self, pending: PendingSave) -> None:
+        if not self._is_tp_rank_zero:  # every rank holds the same states
+            return
         cache = self._kv_cache
         length, block = len(pending.token_ids), self._block_size
         positions = torch.arange(length)
@@ -58,9 +40,9 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         if cache.is_cuda:
             states, copied = self._copy_from_gpu(slots, length)
         else:
-            states, copied = extract_from_kv_cache(cache, slots, length), _HostCopy()
+            states, copied = extract_from_kv_cache(cache, slots, length), Copied()
         self._req_copy_events[pending.req_id] = copied
-        captured.put(CapturedStates(pending.req_id, pending.token_ids, states, copied))
+        self._sink.put(CapturedStates(pending.req_id, pending.token_ids, states, copied))
 
     def _copy_from_gpu(self, slots: Tensor, length: int) -> tuple[Tensor, Any]:
         """Gather on a side stream, after everything the engine has queued so far, and copy to pinned memory."""

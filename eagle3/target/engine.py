@@ -17,9 +17,13 @@ import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 from eagle3.config import EngineConfig, ExtractConfig
+from eagle3.hidden_state_writer import finished_manifest, row_bytes
+from eagle3.remote import is_remote
+from eagle3.shards import read_token_shard
 from eagle3.target.properties import check_max_model_len
 
 logger = logging.getLogger(__name__)
@@ -63,6 +67,7 @@ def generate(
     draft_dir: str | Path | None = None,
     num_speculative_tokens: int = 0,
     ignore_eos: bool = False,
+    tensor_parallel_size: int = 1,
 ) -> Generation:
     """Answer prompts with the target, token ids in and out.
 
@@ -72,6 +77,7 @@ def generate(
         seed: of the engine; the same prompts in the same call give the same answers.
         draft_dir: exported draft for speculative decoding; drafts are greedy.
         num_speculative_tokens: k, with a draft only.
+        tensor_parallel_size: GPUs that share the target.
 
     Raises:
         ValueError: if a prompt is empty or leaves no room for an answer.
@@ -84,7 +90,7 @@ def generate(
     if not prompts:
         return Generation([], 0.0, 0, 0, 0, [])
     check_max_model_len(engine.max_model_len, json.loads((Path(target_dir) / "config.json").read_text()))
-    settings = _settings(target_dir, engine, None, draft_dir, num_speculative_tokens)
+    settings = _settings(target_dir, engine, None, draft_dir, num_speculative_tokens, tensor_parallel_size)
     sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
     result = _run(settings, {"op": "generate", "prompts": prompts, "sampling": {**sampling, "ignore_eos": ignore_eos}})
     return Generation(**{**result, "answers": [Answer(**a) for a in result["answers"]]})
@@ -93,45 +99,53 @@ def generate(
 def capture(
     target_dir: str | Path,
     token_shard_path: str | Path,
-    out_dir: str | Path,
+    out: str | Path,
     layer_ids: list[int],
     engine: EngineConfig,
     extract: ExtractConfig,
     info: dict[str, Any],
+    tensor_parallel_size: int = 1,
 ) -> dict[str, Any]:
-    """Capture the hidden states of one token shard into one hidden-state shard.
+    """Capture the hidden states of one token shard into one hidden-state shard, going on from what an earlier attempt left.
 
     Args:
+        out: directory or fsspec URL of the shard; one place for one shard and one set of settings.
         layer_ids: aux layers, ascending; the last hidden state is captured besides them.
         info: goes into the manifest, with the engine's version and settings: target name and revision.
+        tensor_parallel_size: GPUs that share the target.
 
     Returns:
         The manifest.
 
     Raises:
         ValueError: on bad layer ids, a row longer than `engine.max_model_len` or too little disk space, before the engine starts.
-        RuntimeError: if the engine fails, is killed, or returns states that do not reproduce its own next token.
+        RuntimeError: if the engine fails, is killed, or returns states that do not reproduce its own next token, or a chunk
+            cannot be written; finished chunks are kept.
     """
     config = json.loads((Path(target_dir) / "config.json").read_text())
     check_max_model_len(engine.max_model_len, config)
     depth = config["num_hidden_layers"]
     if not layer_ids or layer_ids != sorted(set(layer_ids)) or layer_ids[0] < 0 or layer_ids[-1] > depth:
         raise ValueError(f"layer_ids must be ascending, unique and within 0 … {depth}, the target's depth; got {layer_ids}")
-    _check_shard(token_shard_path, out_dir, len(layer_ids), config["hidden_size"], engine, extract)
+    if (done := finished_manifest(out)) is not None:
+        logger.info("%s was finished by an earlier attempt", out)
+        return done
+    _check_shard(token_shard_path, out, len(layer_ids), config["hidden_size"], engine, extract)
     request = {
         "op": "capture",
         "token_shard_path": str(Path(token_shard_path).resolve()),
-        "out_dir": str(Path(out_dir).resolve()),
+        "out": str(out) if is_remote(out) else str(Path(out).resolve()),
         "layer_ids": layer_ids,
         "extract": extract.model_dump(),
         "info": info,
     }
     start = time.perf_counter()
-    result = _run(_settings(target_dir, engine, layer_ids, None, 0), request)
+    result = _run(_settings(target_dir, engine, layer_ids, None, 0, tensor_parallel_size), request)
     manifest: dict[str, Any] = result["manifest"]
     logger.info(
-        "captured %d tokens in %.1f s, start-up included; %d came from the prefix cache",
+        "captured %d tokens, %.3f GB, in %.1f s, start-up included; %d came from the prefix cache",
         manifest["tokens"],
+        manifest["bytes"] / 1e9,
         time.perf_counter() - start,
         result["cached_tokens"],
     )
@@ -152,14 +166,12 @@ atexit.register(close_engines)
 
 def _check_shard(
     token_shard_path: str | Path,
-    out_dir: str | Path,
+    out: str | Path,
     num_aux: int,
     hidden_size: int,
     engine: EngineConfig,
     extract: ExtractConfig,
 ) -> None:
-    from eagle3.shards import hidden_state_bytes, read_token_shard
-
     rows = read_token_shard(token_shard_path)
     for row in rows:
         if not 0 < len(row.token_ids) <= engine.max_model_len:
@@ -167,15 +179,20 @@ def _check_shard(
                 f"{token_shard_path}: row {row.sample_id} has {len(row.token_ids)} tokens; "
                 f"1 … {engine.max_model_len} fit, raise engine.max_model_len or lower data.max_tokens"
             )
-    tokens, supervised = sum(len(r.token_ids) for r in rows), sum(sum(r.loss_mask) for r in rows)
-    needed = hidden_state_bytes(tokens, supervised, num_aux, hidden_size, extract.storage_dtype)
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(out_dir).free
-    if needed > free:
-        raise ValueError(
-            f"{out_dir} has {free / 2**30:.1f} GiB free, the states of {tokens} tokens need {needed / 2**30:.1f} GiB; "
-            "free some, use smaller shards, or fewer layers"
-        )
+    sizes = [row_bytes(row, num_aux, hidden_size, extract.encoding) for row in rows]
+    # Chunks on their way to a store lie in the temporary directory, one at a time.
+    directory = Path(gettempdir() if is_remote(out) else out)
+    needed = min(sum(sizes), extract.chunk_bytes + max(sizes)) if is_remote(out) else sum(sizes)
+    directory.mkdir(parents=True, exist_ok=True)
+    there = sum(f.stat().st_size for f in directory.glob("chunk-*.safetensors"))
+    free = shutil.disk_usage(directory).free
+    text = (
+        f"{out}: the states of {sum(len(r.token_ids) for r in rows)} tokens need {sum(sizes) / 1e9:.3f} GB as {extract.encoding} "
+        f"before compression, {needed / 1e9:.3f} GB in {directory}; {free / 1e9:.3f} GB are free there"
+    )
+    logger.info(text)
+    if needed - there > free:
+        raise ValueError(f"{text}; free some, lower data.rows_per_shard, or set extract.encoding to fp8")
 
 
 def _settings(
@@ -184,6 +201,7 @@ def _settings(
     layer_ids: list[int] | None,
     draft_dir: str | Path | None,
     num_speculative_tokens: int,
+    tensor_parallel_size: int,
 ) -> dict[str, Any]:
     """What an engine is built from; equal settings share one. Sizes and times of files tell when a path was written again."""
     reference = engine.engine == "transformers"
@@ -194,6 +212,7 @@ def _settings(
         "layer_ids": None if reference else layer_ids,
         "draft_dir": None if draft_dir is None else str(Path(draft_dir).resolve()),
         "num_speculative_tokens": num_speculative_tokens,
+        "tensor_parallel_size": tensor_parallel_size,
         "files": [_file_stamp(d) for d in (target_dir, draft_dir) if d is not None],
     }
 

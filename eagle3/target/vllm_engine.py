@@ -14,13 +14,15 @@ from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from eagle3.shards import BYTES_PER_ELEMENT, TokenRow
+from eagle3.shards import TokenRow
 from eagle3.target.capture import Add, capture_with_vllm
+from eagle3.target.handover import Receiver
 from eagle3.target.properties import end_of_turn_ids
 
 # A CPU engine's default block of 128 tokens is longer than most shared prompts, so nothing would be cached; its kernels want
 # multiples of 32.
 CPU_BLOCK_SIZE = 32
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GENERATED = "vllm:generation_tokens"
 WARM_UP_PROMPTS, WARM_UP_TOKENS = 4, 4
 
@@ -43,6 +45,7 @@ class VllmEngine:
             "max_num_batched_tokens": self.config["max_num_batched_tokens"],
             "enforce_eager": self.config["enforce_eager"] or self.is_cpu,
             "seed": 0,
+            "tensor_parallel_size": settings["tensor_parallel_size"],
         }
         if self.is_cpu:
             self.arguments |= {"block_size": CPU_BLOCK_SIZE, "kv_cache_memory_bytes": self._cpu_cache_bytes()}
@@ -72,6 +75,7 @@ class VllmEngine:
         # One more token than the longest row: each row is followed by one generated token, which is never computed.
         self.arguments["max_model_len"] += 1
         last = self.model["num_hidden_layers"]
+        self.receiver = Receiver() if settings["tensor_parallel_size"] > 1 else None
         return {
             "speculative_config": {
                 "method": "extract_hidden_states",
@@ -82,27 +86,30 @@ class VllmEngine:
                 "kv_connector": "HiddenStatesConnector",
                 "kv_connector_module_path": "eagle3.target.connector",
                 "kv_role": "kv_producer",
-                "kv_connector_extra_config": {"use_synchronization_lock": False},
+                "kv_connector_extra_config": {
+                    "use_synchronization_lock": False,
+                    "sink_address": self.receiver.address if self.receiver else "",
+                },
             },
         }
 
     def _bytes_per_state_token(self) -> int:
         num_states = len(self.layer_ids) + 1 if self.layer_ids is not None else 0
-        return num_states * int(self.model["hidden_size"]) * BYTES_PER_ELEMENT[self.dtype]
+        return num_states * int(self.model["hidden_size"]) * DTYPE_BYTES[self.dtype]
 
     def _cpu_cache_bytes(self) -> int:
         """The key-value cache, at most `cpu_kv_cache_gib`: clearing 1 GiB takes 1.7 s; few or short sequences need far less."""
         m = self.model
         head_dim = m.get("head_dim") or m["hidden_size"] // m["num_attention_heads"]
         kv_heads = m.get("num_key_value_heads") or m["num_attention_heads"]
-        per_token = 2 * (m["num_hidden_layers"] + 1) * kv_heads * head_dim * BYTES_PER_ELEMENT[self.dtype]
+        per_token = 2 * (m["num_hidden_layers"] + 1) * kv_heads * head_dim * DTYPE_BYTES[self.dtype]
         per_token += self._bytes_per_state_token()
         tokens = self.config["max_num_seqs"] * (self.config["max_model_len"] + 2 * CPU_BLOCK_SIZE)
         return int(min(self.config["cpu_kv_cache_gib"] << 30, max(64 << 20, 2 * tokens * per_token)))
 
     def describe(self) -> dict[str, Any]:
         """Every setting that can change a state, for the manifest."""
-        named = ("dtype", "max_num_seqs", "max_num_batched_tokens", "enforce_eager")
+        named = ("dtype", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "tensor_parallel_size")
         device = "cpu" if self.is_cpu else current_platform.get_device_name()
         return {
             "engine": "vllm",

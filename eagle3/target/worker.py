@@ -104,11 +104,16 @@ def _answer(engine: Any, request: dict[str, Any]) -> Any:
     from eagle3.shards import read_token_shard
     from eagle3.target.capture import CAPTURE_VERSION, ShardSink
 
-    rows = read_token_shard(request["token_shard_path"])
-    info = {**request["info"], **engine.describe(), "layer_ids": request["layer_ids"], "capture_version": CAPTURE_VERSION}
-    sink = ShardSink(rows, request["out_dir"], ExtractConfig(**request["extract"]), info)
-    cached_tokens = engine.capture(rows, request["layer_ids"], sink.add)
-    return {"manifest": sink.close(engine.target_dir, engine.dtype), "cached_tokens": cached_tokens}
+    rows, layer_ids = read_token_shard(request["token_shard_path"]), request["layer_ids"]
+    info = {**request["info"], **engine.describe(), "layer_ids": layer_ids, "capture_version": CAPTURE_VERSION}
+    extract = ExtractConfig(**request["extract"])
+    sink = ShardSink(rows, request["out"], len(layer_ids), extract, info, engine.target_dir, engine.dtype)
+    wanted = sink.wanted
+    try:
+        cached_tokens = engine.capture([rows[i] for i in wanted], layer_ids, lambda i, *found: sink.add(wanted[i], *found))
+        return {"manifest": sink.close(), "cached_tokens": cached_tokens}
+    finally:
+        sink.writer.stop()
 
 
 def _reply(replies: TextIO, message: dict[str, Any]) -> None:

@@ -18,8 +18,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from eagle3.shards import ChunkReader
-from eagle3.training.remote import Chunk, Stopped, fetch
+from eagle3.hidden_states import ChunkReader
+from eagle3.remote import Stopped
+from eagle3.training.remote import Chunk, fetch
 
 logger = logging.getLogger(__name__)
 # A core hashes about 1 GB/s; a large GPU trains through 3 to 4 GB/s.

@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import torch
 
 from eagle3.batch import PackedBatch, pack_rows
-from eagle3.shards import MANIFEST_NAME, HiddenStateRow, parse_manifest, read_manifest
+from eagle3.hidden_states import MANIFEST_NAME, HiddenStateRow, parse_manifest, read_manifest
+from eagle3.remote import is_remote, read_bytes
 from eagle3.training.chunk_cache import ChunkCache, Course
-from eagle3.training.remote import Chunk, try_often
+from eagle3.training.remote import Chunk
 
 WINDOW_ROWS = 256
 PACKS_AHEAD = 2
@@ -213,18 +213,10 @@ class ShardRows:
 
 
 def _read_any_manifest(shard_dir: str) -> dict[str, Any]:
-    if "://" not in shard_dir:
+    if not is_remote(shard_dir):
         return read_manifest(shard_dir)
     url = f"{shard_dir.rstrip('/')}/{MANIFEST_NAME}"
-
-    def read() -> bytes:
-        store, path = fsspec.core.url_to_fs(url)
-        return bytes(store.cat_file(path))
-
-    try:
-        return parse_manifest(try_often(read, url), url)
-    except FileNotFoundError:
-        return parse_manifest(None, url)
+    return parse_manifest(read_bytes(url), url)
 
 
 def read_packs(

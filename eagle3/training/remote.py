@@ -1,20 +1,15 @@
-"""Reading from a remote store through fsspec: retried, stopped when nobody waits any more, damage named."""
+"""Chunk files fetched from a remote store: stopped when nobody waits any more, damage named."""
 
-import logging
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import fsspec
 from fsspec.callbacks import Callback
 
-from eagle3.shards import check_chunk_size
-
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-TRIES, FIRST_PAUSE_S = 5, 0.5
+from eagle3.hidden_states import check_chunk_size
+from eagle3.remote import Stopped, is_remote, try_often
 
 
 @dataclass(frozen=True)
@@ -27,40 +22,12 @@ class Chunk:
     @property
     def is_remote(self) -> bool:
         """Whether it has to be fetched."""
-        return "://" in self.path
+        return is_remote(self.path)
 
     @property
     def disk_bytes(self) -> int:
         """What it takes in the cache directory, bytes."""
         return int(self.entry["bytes"]) if self.is_remote else 0
-
-
-class Stopped(Exception):
-    """The reader of the packs is gone."""
-
-
-def try_often(action: Callable[[], T], url: str, stopped: threading.Event | None = None) -> T:
-    """Call `action` until it succeeds, waiting longer each time; a missing or wrong file is not waited for.
-
-    Raises:
-        FileNotFoundError, ValueError: at once.
-        OSError: after the last try; names the URL.
-        Stopped: if `stopped` was set meanwhile.
-    """
-    stopped = stopped or threading.Event()
-    for attempt in range(TRIES):
-        try:
-            return action()
-        except (FileNotFoundError, ValueError, Stopped):
-            raise
-        # Not every store's connection errors are OSErrors: botocore's are not.
-        except Exception as e:
-            if attempt == TRIES - 1:
-                raise OSError(f"{url} could not be read in {TRIES} tries ({e!r}); check the store and the free disk space") from e
-            logger.warning("%s: %r, trying again", url, e)
-            if stopped.wait(FIRST_PAUSE_S * 2**attempt):
-                raise Stopped from e
-    raise AssertionError
 
 
 class _StopCallback(Callback):  # type: ignore[misc]

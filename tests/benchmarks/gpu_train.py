@@ -21,7 +21,7 @@ from torch import Tensor
 from eagle3.batch import valid_steps
 from eagle3.config import TrainConfig
 from eagle3.draft.attention import StepZeroKeys, dense_attention, unroll_attention
-from eagle3.shards import last_state_positions
+from eagle3.hidden_states import last_state_positions
 from tests.benchmarks.meter import StepMeter
 from tests.benchmarks.ours import SETTINGS, run_trainer
 from tests.benchmarks.results import table, write_json

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from eagle3.config import TrainConfig
-from eagle3.shards import read_manifest
+from eagle3.hidden_states import read_manifest
 from eagle3.training.distributed import Ranks
 from eagle3.training.launch import Preempted, TrainJob
 from eagle3.training.loop import METRICS, train

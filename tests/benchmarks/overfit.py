@@ -48,7 +48,7 @@ def overfit(target_dir: Path, prompts: list[list[int]], engine: EngineConfig, cf
         for row, a in zip(rows, answers, strict=True)
     ]
     write_token_shard(work / "answers.parquet", answered)
-    capture(target_dir, work / "answers.parquet", work / "states", layer_ids, engine, ExtractConfig(storage_dtype="float32"), {})
+    capture(target_dir, work / "answers.parquet", work / "states", layer_ids, engine, ExtractConfig(encoding="fp32"), {})
     counts = count_tokens(answered, config["vocab_size"])
     save_vocab(work / "vocab.safetensors", build_vocab(counts, min(config["vocab_size"], 4096), []))
     job = TrainJob(

@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle3.shards import HiddenStateWriter, TokenRow
+from eagle3.shards import TokenRow
 from eagle3.vocab import Vocab, build_vocab, save_vocab
+from tests.shard_files import write_hidden_states
 
 ROW_TOKENS = 1024
 CHUNK_BYTES = 1 << 30  # all rows are shuffled together, so that no pack is left half full between chunks
@@ -99,10 +100,8 @@ def write_target(target_dir: Path, sizes: Sizes, device: str = "cpu") -> None:
 
 def write_ours(root: Path, rows: list[TokenRow], sizes: Sizes, device: str = "cpu") -> Vocab:
     """Write the shard and the vocabulary, the K most frequent ids, under root/ours."""
-    writer = HiddenStateWriter(root / "ours" / "shard", "bfloat16", CHUNK_BYTES, {"layer_ids": sizes.layer_ids})
-    for row, states in zip(rows, row_states(rows, sizes, device), strict=True):
-        writer.add(row, states)
-    writer.close()
+    info = {"layer_ids": sizes.layer_ids}
+    write_hidden_states(root / "ours" / "shard", rows, row_states(rows, sizes, device), CHUNK_BYTES, info, encoding="bf16")
     vocab = build_vocab(torch.arange(sizes.vocab, 0, -1), sizes.draft_vocab, [])
     save_vocab(root / "ours" / "vocab.safetensors", vocab)
     return vocab

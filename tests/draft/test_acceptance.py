@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from eagle3.batch import pack_rows
 from eagle3.draft.acceptance import AcceptanceCounts, walk, walk_batch
 from eagle3.draft.decode import ReferenceDraft, speculative_generate
-from eagle3.shards import HiddenStateRow, last_state_positions
+from eagle3.hidden_states import HiddenStateRow, last_state_positions
 from tests.draft.factories import draft_config, draft_mapping, draft_tensors, tiny_target
 
 VOCAB = 7

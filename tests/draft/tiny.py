@@ -5,7 +5,7 @@ from torch import Tensor
 
 from eagle3.config import TrainConfig
 from eagle3.draft.model import DraftConfig, Eagle3Draft, init_draft
-from eagle3.shards import HiddenStateRow, last_state_positions
+from eagle3.hidden_states import HiddenStateRow, last_state_positions
 from eagle3.target.weights import TargetTensors
 
 VOCAB, DRAFT_VOCAB, HIDDEN = 97, 41, 48

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eagle3.config import EngineConfig, ExtractConfig
-from eagle3.shards import TokenRow, read_hidden_states, write_token_shard
+from eagle3.hidden_states import read_hidden_states
+from eagle3.shards import TokenRow, write_token_shard
 from eagle3.target import engine as target_engine
 from eagle3.target.engine import capture, close_engines, generate
 from eagle3.target.weights import load_target_tensors
@@ -26,7 +27,7 @@ from tests.draft.factories import tiny_target
 pytestmark = pytest.mark.engine
 
 VOCAB, END, LAYER_IDS = 97, 2, [0, 1, 3]
-FLOAT32 = ExtractConfig(storage_dtype="float32", chunk_bytes=100_000)
+FLOAT32 = ExtractConfig(encoding="fp32", chunk_bytes=100_000)
 # 48 tokens a step: prompts up to 128 tokens are prefilled in pieces, several rows at once.
 CHUNKED = EngineConfig(dtype="float32", max_model_len=128, max_num_seqs=32, max_num_batched_tokens=48)
 SINGLE = EngineConfig(dtype="float32", max_model_len=128, max_num_seqs=1, max_num_batched_tokens=128)

@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from eagle3.config import EngineConfig, ExtractConfig
-from eagle3.shards import TokenRow, read_hidden_states, write_token_shard
+from eagle3.hidden_states import read_hidden_states
+from eagle3.shards import TokenRow, write_token_shard
 from eagle3.target import engine as target_engine
 from eagle3.target.engine import Generation, capture, close_engines, generate
 from tests.draft.factories import tiny_target
@@ -91,7 +92,7 @@ def test_captured_states_are_the_models_whatever_the_batch(tmp_path: Path, targe
     path, model = target
     rows = [TokenRow(str(i), "test", p, [True] * len(p)) for i, p in enumerate(prompts())]
     write_token_shard(tmp_path / "shard", rows)
-    extract = ExtractConfig(storage_dtype="float32")
+    extract = ExtractConfig(encoding="fp32")
     manifest = capture(path, tmp_path / "shard", tmp_path / "out", [1], ENGINE, extract, {"a": "b"})
     assert manifest["info"] | {"a": "b", "layer_ids": [1], "last_layer_id": 4, "dtype": "float32"} == manifest["info"]
     for row, stored in zip(rows, read_hidden_states(tmp_path / "out"), strict=True):

@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import save_file
 
 from eagle3.config import TrainConfig
-from eagle3.shards import HiddenStateWriter, TokenRow
+from eagle3.shards import TokenRow
 from eagle3.training.launch import TrainJob
 from eagle3.vocab import build_vocab, count_tokens, save_vocab
 from tests.draft.tiny import LAYER_IDS, VOCAB, target_config, tiny_target
+from tests.shard_files import write_hidden_states
 
 SETTINGS: dict[str, Any] = {
     "epochs": 2,
@@ -35,16 +36,17 @@ def make_inputs(root: Path, model_type: str = "llama") -> dict[str, Any]:
     g = torch.Generator().manual_seed(0)
     rows, dirs = [], []
     for shard in range(2):
-        writer = HiddenStateWriter(root / f"shard{shard}", "float32", 4096, {"layer_ids": LAYER_IDS})
+        shard_rows, shard_states = [], []
         for r in range(15):
             length = int(torch.randint(4, 24, (1,), generator=g))
             start, stride = torch.randint(VOCAB, (2,), generator=g).tolist()
             ids = [(start + stride % 5 * t) % VOCAB for t in range(length)]
             row = TokenRow(f"row-{shard}-{r}", "test", ids, [t >= 2 for t in range(length)])
             states = target.embedding[[*ids[1:], ids[-1]]][:, None].repeat(1, len(LAYER_IDS) + 1, 1)
-            writer.add(row, states + 0.01 * torch.randn(states.shape, generator=g))
-            rows.append(row)
-        writer.close()
+            shard_rows.append(row)
+            shard_states.append(states + 0.01 * torch.randn(states.shape, generator=g))
+        write_hidden_states(root / f"shard{shard}", shard_rows, shard_states, 4096, {"layer_ids": LAYER_IDS})
+        rows += shard_rows
         dirs.append(str(root / f"shard{shard}"))
     save_vocab(root / "vocab.safetensors", build_vocab(count_tokens(rows, VOCAB), 80, []))
     return {

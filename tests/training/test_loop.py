@@ -10,13 +10,14 @@ from safetensors.torch import load_file
 
 from eagle3.config import ExportConfig, TrainConfig
 from eagle3.export import write_export
-from eagle3.shards import HiddenStateWriter, TokenRow
+from eagle3.shards import TokenRow
 from eagle3.training.launch import Preempted
 from eagle3.training.loop import train
 from eagle3.training.metrics import read_metrics
 from eagle3.training.step import PART_TOKENS, Objective
 from eagle3.vocab import build_vocab, save_vocab
 from tests.draft.tiny import tiny_target
+from tests.shard_files import write_hidden_states
 from tests.training.jobs import make_inputs, make_job, upload
 
 
@@ -228,10 +229,8 @@ def test_inputs_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 def test_states_of_another_target_are_refused(tmp_path: Path) -> None:
     inputs = make_inputs(tmp_path)
-    writer = HiddenStateWriter(tmp_path / "wide", "float32", 4096, {})
-    for r in range(12):
-        writer.add(TokenRow(f"row-{r}", "test", [1, 2, 3, 4], [False, True, True, True]), torch.ones(4, 4, 96))
-    writer.close()
+    rows = [TokenRow(f"row-{r}", "test", [1, 2, 3, 4], [False, True, True, True]) for r in range(12)]
+    write_hidden_states(tmp_path / "wide", rows, [torch.ones(4, 4, 96)] * 12, 4096, {})
     with pytest.raises(ValueError, match=r"states of \(3, 96\) .* do not fit a draft of \(3, 48\) and 97 tokens"):
         train(make_job(inputs | {"shard_dirs": [str(tmp_path / "wide")]}, tmp_path / "run"))
 

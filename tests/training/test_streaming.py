@@ -19,12 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from eagle3 import shards
+from eagle3 import hidden_states
+from eagle3 import remote as eagle3_remote
 from eagle3.batch import PackedBatch
-from eagle3.shards import HiddenStateWriter, TokenRow, read_hidden_states
+from eagle3.hidden_states import read_hidden_states
+from eagle3.shards import TokenRow
 from eagle3.training import chunk_cache, loader, remote
 from eagle3.training.chunk_cache import Course
 from eagle3.training.loader import ShardRows, plan_packs, read_packs
+from tests.shard_files import write_hidden_states
 from tests.training.jobs import upload
 
 NUM_AUX, HIDDEN = 3, 16
@@ -38,13 +41,13 @@ def shard_dirs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     g = torch.Generator().manual_seed(0)
     root, dirs = tmp_path_factory.mktemp("states"), []
     for shard in range(SHARDS):
-        writer = HiddenStateWriter(root / f"shard{shard}", "float32", CHUNK_BYTES, {})
+        rows, states = [], []
         for r in range(ROWS):
             length = 80 if r == 7 else int(torch.randint(2, 40, (1,), generator=g))
             mask = (torch.rand(length, generator=g) < 0.7).tolist()
-            row = TokenRow(f"row-{shard}-{r}", "test", torch.randint(99, (length,), generator=g).tolist(), mask)
-            writer.add(row, torch.randn(length, NUM_AUX + 1, HIDDEN, generator=g))
-        writer.close()
+            rows.append(TokenRow(f"row-{shard}-{r}", "test", torch.randint(99, (length,), generator=g).tolist(), mask))
+            states.append(torch.randn(length, NUM_AUX + 1, HIDDEN, generator=g))
+        write_hidden_states(root / f"shard{shard}", rows, states, CHUNK_BYTES, {})
         dirs.append(str(root / f"shard{shard}"))
     return dirs
 
@@ -215,7 +218,7 @@ def test_processes_with_parts_of_the_packs_read_what_one_reads(shard_dirs: list[
     packs = plan(local, epochs=2)
     whole = read(local, packs)
     for rank in range(3):
-        rows = ShardRows(file_urls(shard_dirs), tmp_path / str(rank), live_bytes(local, plan(local)))
+        rows = ShardRows(file_urls(shard_dirs), tmp_path / str(rank), live_bytes(local, packs))
         assert_same(read(rows, packs[rank::3]), whole[rank::3])
 
 
@@ -279,7 +282,7 @@ def test_a_cached_chunk_is_taken_over_checked_and_only_our_files_go(
         path.write_text("x")
     watch = Watch(monkeypatch, tmp_path)
     assert_same(read(ShardRows(urls, tmp_path, budget), packs), read(local, packs))
-    assert sorted(watch.urls) == [f"{urls[0]}/chunk-0000{i}.safetensors" for i in (0, 1)]
+    assert sorted(watch.urls) == [f"{urls[0]}/{Path(chunk.path).name}" for chunk in local.cache.chunks[:2]]
     assert sorted(tmp_path.iterdir()) == sorted([*cached, *strangers])
     small = ShardRows(urls, tmp_path, budget // 2)
     watch.most = 0
@@ -291,7 +294,7 @@ def test_a_cached_chunk_is_taken_over_checked_and_only_our_files_go(
 def damage(dirs: list[str], change: Callable[[bytes], bytes | None], root: Path) -> tuple[list[str], Path]:
     """Copies of the shards and the path of the second one's chunk 3, which is changed, or gone where `change` gives None."""
     copies = [str(shutil.copytree(d, root / Path(d).name)) for d in dirs]
-    path = Path(copies[1]) / "chunk-00003.safetensors"
+    path = next(Path(copies[1]).glob("chunk-00003-*.safetensors"))
     data = change(path.read_bytes())
     path.unlink() if data is None else path.write_bytes(data)
     return copies, path
@@ -336,7 +339,7 @@ def threads_of_the_loader() -> list[str]:
 
 def test_a_truncated_chunk_in_s3_is_named(shard_dirs: list[str], s3: Any, tmp_path: Path) -> None:
     urls = upload(s3, shard_dirs)
-    name = "states/shard1/chunk-00003.safetensors"
+    name = "states/shard1/" + next(Path(shard_dirs[1]).glob("chunk-00003-*")).name
     s3.pipe(name, s3.cat(name)[:-100])
     rows = ShardRows(urls, tmp_path, 10**9)
     with pytest.raises(
@@ -364,7 +367,7 @@ class Faults:
         from fsspec.implementations.local import LocalFileSystem
 
         self.left, get_file = count, LocalFileSystem.get_file
-        monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+        monkeypatch.setattr(eagle3_remote, "FIRST_PAUSE_S", 0.01)
 
         def failing(fs: Any, source: str, *args: Any, **kwargs: Any) -> Any:
             if name in source and self.left:
@@ -390,7 +393,7 @@ def test_a_store_that_keeps_failing_is_named_and_may_be_tried_again(
     local, faults = ShardRows(shard_dirs), Faults(monkeypatch, "shard0/chunk-00002", 5)
     rows, packs = ShardRows(file_urls(shard_dirs), tmp_path, 10**9), plan(local)
     with pytest.raises(
-        OSError, match="^file://.*shard0/chunk-00002.safetensors could not be read in 5 tries .*the store hung up"
+        OSError, match="^file://.*shard0/chunk-00002-.*.safetensors could not be reached in 5 tries .*the store hung up"
     ):
         read(rows, packs)
     assert faults.left == 0
@@ -417,7 +420,7 @@ def test_a_pause_before_the_next_try_does_not_hold_up_the_end(
     packs = plan(rows)
     last = {c for pack in packs[20:] for c in rows.chunks_of(pack)} - {c for pack in packs[:20] for c in rows.chunks_of(pack)}
     faults = Faults(monkeypatch, rows.cache.chunks[min(last)].path.removeprefix("file://"), 10**6)
-    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 600)
+    monkeypatch.setattr(eagle3_remote, "FIRST_PAUSE_S", 600)
     batches = read_packs(rows, packs, PACK_TOKENS, STEPS)
     next(batches)
     while faults.left == 10**6:
@@ -455,9 +458,9 @@ def test_a_chunk_is_checked_once_and_stays_open_only_while_it_is_needed(
     monkeypatch.setattr(chunk_cache, "NEAR_PACKS", 3)
     checked: list[str] = []
     opened: list[str] = []
-    sha256 = shards.file_sha256
-    monkeypatch.setattr(shards, "file_sha256", lambda path: checked.append(path) or sha256(path))
-    monkeypatch.setattr(shards, "safe_open", lambda path, framework: opened.append(path) or safe_open(path, framework))
+    sha256 = hidden_states.file_sha256
+    monkeypatch.setattr(hidden_states, "file_sha256", lambda path: checked.append(path) or sha256(path))
+    monkeypatch.setattr(hidden_states, "safe_open", lambda path, framework: opened.append(path) or safe_open(path, framework))
     rows = ShardRows(file_urls(shard_dirs) if is_remote else shard_dirs, tmp_path, 10**9)
     packs = plan(rows, epochs=3)
     for place, _ in enumerate(read_packs(rows, packs, PACK_TOKENS, STEPS)):

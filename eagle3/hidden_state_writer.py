@@ -1,0 +1,358 @@
+"""Writes one hidden-state shard: rows in any order, chunk after chunk, going on behind the last finished one.
+
+Which rows share a frame and a chunk follows from the rows alone, so whoever goes on after a kill cuts the shard as the first
+attempt did. A finished chunk is moved to where it belongs (a local directory or a URL), then its manifest entry is written
+beside it as `chunk-00003.json`; the last attempt gathers these entries into the manifest. Chunk files carry their hash in their
+name: two writers of one shard at once leave files that are whole, and entries that name one of them.
+
+Frames are encoded in threads. A chunk is saved, hashed and uploaded in one more thread while the next is filled. Whoever adds
+rows waits for both: at most two encoded chunks lie in memory besides the one that is filled, and one on the local disk.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import BoundedSemaphore
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eagle3.config import ExtractConfig
+from eagle3.encoding import bytes_per_state, compress, encode
+from eagle3.hidden_states import FORMAT_VERSION, MANIFEST_NAME, check_entry, file_sha256, last_state_positions, parse_manifest
+from eagle3.remote import file_size, is_remote, move_file, read_bytes, remove_file, write_bytes
+from eagle3.shards import TokenRow, digest_of, row_digest
+
+# Uncompressed. Small rows share a frame, since states of a shared prefix repeat from row to row.
+FRAME_BYTES = 1 << 20
+CHUNKS_IN_MEMORY = 2
+# Byte shuffle and zstd take 0.3 to 0.5 GB/s a core; one H200 hands over 1 to 2 GB/s of an 8B target's states.
+ENCODE_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+Frame = list[int]
+Check = Callable[[list[int]], dict[str, int]]
+
+
+@dataclass(frozen=True)
+class EncodedFrame:
+    """The states of a frame's rows. aux: [t, A, H] and last: [m, H] storage dtype, or compressed; their scales for fp8 only."""
+
+    aux: Tensor | bytes
+    last: Tensor | bytes
+    aux_scales: Tensor | None
+    last_scales: Tensor | None
+
+
+def row_bytes(row: TokenRow, num_aux: int, hidden_size: int, encoding: str) -> int:
+    """Size of a row in a chunk before compression, bytes."""
+    num_last = sum(a and b for a, b in zip(row.loss_mask, row.loss_mask[1:], strict=False))
+    per_state = bytes_per_state(hidden_size, encoding)
+    return len(row.token_ids) * (num_aux * per_state + 5) + num_last * (per_state + 8)
+
+
+def plan_chunks(sizes: list[int], chunk_bytes: int) -> list[list[Frame]]:
+    """Cut a shard into chunks of frames: a frame ends with the row that fills it, a chunk with the frame that does.
+
+    Args:
+        sizes: of the rows before compression, bytes.
+        chunk_bytes: of a chunk.
+
+    Returns:
+        for each chunk its frames, lists of row numbers; all together count up from 0.
+    """
+    chunks: list[list[Frame]] = [[[]]]
+    frame_size = chunk_size = 0
+    for row, size in enumerate(sizes):
+        if chunk_size >= chunk_bytes:
+            chunks.append([[]])
+            frame_size = chunk_size = 0
+        elif frame_size >= min(FRAME_BYTES, chunk_bytes):
+            chunks[-1].append([])
+            frame_size = 0
+        chunks[-1][-1].append(row)
+        frame_size, chunk_size = frame_size + size, chunk_size + size
+    return chunks
+
+
+class HiddenStateWriter:
+    """One shard's writer; `close` writes the manifest, and only then is it a shard.
+
+    plan: the rows of every frame of every chunk. entries: manifest entries of the chunks that are finished, by number; the rows of
+    the others have to be added.
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        rows: list[TokenRow],
+        num_aux: int,
+        hidden_size: int,
+        cfg: ExtractConfig,
+        info: dict[str, Any],
+        check: Check | None = None,
+    ) -> None:
+        """Look for the chunks that an earlier attempt finished.
+
+        Args:
+            out: directory or fsspec URL of the shard.
+            rows: of the shard, in order, at least one.
+            num_aux, hidden_size: A and H.
+            cfg: encoding, compression, chunk size.
+            info: goes into the manifest; chunks made under another one are not gone on from.
+            check: called with the row numbers of each chunk before it is written, may raise; its counts go into the manifest.
+
+        Raises:
+            ValueError: if there are no rows.
+        """
+        self.out = str(out).rstrip("/")
+        if not rows:
+            raise ValueError(f"{self.out}: a hidden-state shard needs at least one row, got none; check what was dropped")
+        self.rows, self.num_aux, self.hidden_size, self.cfg, self.info = rows, num_aux, hidden_size, cfg, info
+        self.check = check or (lambda _: {})
+        sizes = [row_bytes(row, num_aux, hidden_size, cfg.encoding) for row in rows]
+        self.plan = plan_chunks(sizes, cfg.chunk_bytes)
+        self.digest = digest_of(
+            str(FORMAT_VERSION), *(row_digest(row) for row in rows), cfg.encoding, json.dumps(info, sort_keys=True)
+        )
+        self.entries = self._finished_entries()
+        self.frame_of = {row: (c, f) for c, frames in enumerate(self.plan) for f, rows in enumerate(frames) for row in rows}
+        self.states: dict[int, Tensor] = {}
+        self.frames: dict[tuple[int, int], Future[EncodedFrame]] = {}
+        self.chunks: list[Future[None]] = []
+        self.room_for_frame, self.room_for_chunk = BoundedSemaphore(4 * ENCODE_THREADS), BoundedSemaphore(CHUNKS_IN_MEMORY)
+        if not is_remote(self.out):
+            _clear_staging(Path(self.out))
+        self.encoders = ThreadPoolExecutor(ENCODE_THREADS, "encode-frames", lambda: torch.set_num_threads(1))
+        self.saver = ThreadPoolExecutor(1, "write-chunks", lambda: torch.set_num_threads(1))
+
+    def add(self, row: int, states: Tensor) -> None:
+        """Take the states of one row; waits where encoding or writing lags behind.
+
+        Args:
+            row: its place in the shard, of a chunk that is not finished yet; every row once.
+            states: [T, A + 1, H] any float dtype: A aux states in ascending layer order, then the last hidden state.
+
+        Raises:
+            ValueError: on a wrong shape.
+            Exception: what stopped an earlier row or chunk.
+        """
+        self._raise_failure()
+        expected = (len(self.rows[row].token_ids), self.num_aux + 1, self.hidden_size)
+        if tuple(states.shape) != expected:
+            sample_id = self.rows[row].sample_id
+            raise ValueError(f"row {sample_id}: states must be {expected}, got {tuple(states.shape)}; the engine lost some")
+        chunk, frame = self.frame_of[row]
+        self.states[row] = states
+        members = self.plan[chunk][frame]
+        if any(r not in self.states for r in members):
+            return
+        taken = [self.states.pop(r) for r in members]
+        self.room_for_frame.acquire()
+        self.frames[chunk, frame] = self.encoders.submit(self._encode, members, taken)
+        if all((chunk, f) in self.frames for f in range(len(self.plan[chunk]))):
+            encoded = [self.frames.pop((chunk, f)) for f in range(len(self.plan[chunk]))]
+            self.room_for_chunk.acquire()
+            self.chunks.append(self.saver.submit(self._finish_chunk, chunk, encoded))
+
+    def close(self) -> dict[str, Any]:
+        """Wait for the last chunk, write the manifest and return it."""
+        try:
+            for chunk in self.chunks:
+                chunk.result()
+        finally:
+            self.stop()
+        assert len(self.entries) == len(self.plan), "every row must be added before the shard is closed"
+        manifest = self._manifest()
+        write_bytes(f"{self.out}/{MANIFEST_NAME}", json.dumps(manifest, indent=1).encode())
+        for number in range(len(self.plan)):
+            remove_file(self._entry_place(number))
+        if not is_remote(self.out):
+            _remove_others(Path(self.out), {entry["file"] for entry in self.entries.values()})
+        return manifest
+
+    def stop(self) -> None:
+        """End the threads once all chunks that have their rows are written: they stay for the next attempt."""
+        self.saver.shutdown()
+        self.encoders.shutdown(cancel_futures=True)
+
+    def _raise_failure(self) -> None:
+        for future in [*self.frames.values(), *self.chunks]:
+            if future.done():
+                future.result()
+
+    def _encode(self, rows: Frame, states: list[Tensor]) -> EncodedFrame:
+        try:
+            aux, last = zip(*(self._encode_row(*pair) for pair in zip(rows, states, strict=True)), strict=True)
+        finally:
+            self.room_for_frame.release()
+        pressed: list[Tensor | bytes] = []
+        scales: list[Tensor | None] = []
+        for parts in (aux, last):
+            stored = torch.cat([p[0] for p in parts])
+            pressed.append(compress(stored) if self.cfg.compression == "zstd" else stored)
+            scales.append(torch.cat([p[1] for p in parts]) if self.cfg.encoding == "fp8" else None)
+        return EncodedFrame(pressed[0], pressed[1], scales[0], scales[1])
+
+    def _encode_row(self, row: int, states: Tensor) -> tuple[tuple[Tensor, Any], tuple[Tensor, Any]]:
+        positions = last_state_positions(torch.tensor(self.rows[row].loss_mask, dtype=torch.bool))
+        try:
+            return encode(states[:, :-1], self.cfg.encoding), encode(states[positions, -1], self.cfg.encoding)
+        except ValueError as e:
+            raise ValueError(
+                f"{self.out}: row {self.rows[row].sample_id} has {e} in {self.cfg.encoding}; "
+                "if the row is sound, set extract.encoding to bf16 or fp32"
+            ) from e
+
+    def _finish_chunk(self, number: int, frames: list[Future[EncodedFrame]]) -> None:
+        """Save, move and note down one chunk."""
+        try:
+            rows = [row for frame in self.plan[number] for row in frame]
+            checks = self.check(rows)
+            tensors = self._tensors(number, [frame.result() for frame in frames])
+            frames.clear()
+            entry = self._save(number, rows, tensors) | {"checks": checks}
+            sidecar = {"digest": self.digest, "entry": entry}
+            write_bytes(self._entry_place(number), json.dumps(sidecar).encode())
+            self.entries[number] = entry
+        except (OSError, SafetensorError) as e:
+            raise OSError(
+                f"{self.out}: chunk {number} of {len(self.plan)} could not be written ({e}); the {len(self.entries)} that are "
+                "finished are kept: mend that (on a full disk, make room) and run again"
+            ) from e
+        finally:
+            self.room_for_chunk.release()
+
+    def _tensors(self, number: int, frames: list[EncodedFrame]) -> dict[str, Tensor]:
+        """The tensors of a chunk file, as eagle3/hidden_states.py lists them."""
+        rows = [self.rows[row] for frame in self.plan[number] for row in frame]
+        offsets = torch.tensor([0, *accumulate(len(r.token_ids) for r in rows)])
+        loss_mask = torch.tensor([m for r in rows for m in r.loss_mask], dtype=torch.bool)
+        positions = [last_state_positions(torch.tensor(r.loss_mask, dtype=torch.bool)) for r in rows]
+        tensors = {
+            "token_ids": torch.tensor([t for r in rows for t in r.token_ids], dtype=torch.int32),
+            "loss_mask": loss_mask,
+            "row_offsets": offsets,
+            "last_positions": torch.cat([p + start for p, start in zip(positions, offsets.tolist(), strict=False)]),
+        }
+        for kind in ("aux", "last"):
+            parts = [getattr(frame, kind) for frame in frames]
+            if self.cfg.compression == "zstd":
+                tensors[kind] = torch.from_numpy(np.frombuffer(b"".join(parts), np.uint8).copy())
+                tensors[f"{kind}_frames"] = torch.tensor([0, *accumulate(len(p) for p in parts)])
+            else:
+                tensors[kind] = torch.cat(parts)
+            if self.cfg.encoding == "fp8":
+                tensors[f"{kind}_scales"] = torch.cat([getattr(frame, f"{kind}_scales") for frame in frames])
+        if self.cfg.compression == "zstd":
+            tensors["frame_rows"] = torch.tensor([0, *accumulate(len(frame) for frame in self.plan[number])])
+        return tensors
+
+    def _save(self, number: int, rows: list[int], tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Write the chunk file; returns its manifest entry without checks."""
+        states = {
+            "encoding": self.cfg.encoding,
+            "compression": self.cfg.compression,
+            "num_aux": self.num_aux,
+            "hidden_size": self.hidden_size,
+        }
+        if not is_remote(self.out):
+            Path(self.out).mkdir(parents=True, exist_ok=True)
+        # On the shard's own disk, where it is moved without a copy; dot files are no part of a directory for Flyte's uploads.
+        with TemporaryDirectory(prefix=".chunk-", dir=None if is_remote(self.out) else self.out) as staging:
+            path = Path(staging) / "chunk"
+            # One key: safetensors writes several in random order, and equal chunks are to be equal files.
+            save_file(tensors, path, {"states": json.dumps(states)})
+            path.chmod(0o644)  # safetensors makes files that only their owner reads
+            sha256 = file_sha256(path)
+            entry = {
+                "file": f"chunk-{number:05d}-{sha256[:8]}.safetensors",
+                "sample_ids": [self.rows[row].sample_id for row in rows],
+                "lengths": [len(self.rows[row].token_ids) for row in rows],
+                "bytes": path.stat().st_size,
+                "sha256": sha256,
+            }
+            move_file(path, f"{self.out}/{entry['file']}")
+        return entry
+
+    def _entry_place(self, number: int) -> str:
+        return f"{self.out}/chunk-{number:05d}.json"
+
+    def _finished_entries(self) -> dict[int, dict[str, Any]]:
+        """Entries of the chunks that lie finished in `out`, written for the same rows under the same settings."""
+        entries = {}
+        for number, frames in enumerate(self.plan):
+            text = read_bytes(self._entry_place(number))
+            rows = [self.rows[row].sample_id for frame in frames for row in frame]
+            entry = self._usable_entry(text, rows)
+            if entry is not None:
+                entries[number] = entry
+        return entries
+
+    def _usable_entry(self, text: bytes | None, sample_ids: list[str]) -> dict[str, Any] | None:
+        try:
+            sidecar = json.loads(text or b"{}")
+            entry: dict[str, Any] = sidecar["entry"]
+            check_entry(entry)
+        except (ValueError, KeyError, TypeError):
+            return None
+        place = f"{self.out}/{entry['file']}"
+        if sidecar["digest"] != self.digest or entry["sample_ids"] != sample_ids or file_size(place) != entry["bytes"]:
+            return None
+        # A local file may have been torn by a crash of the machine; a store takes objects whole.
+        return entry if is_remote(place) or file_sha256(place) == entry["sha256"] else None
+
+    def _manifest(self) -> dict[str, Any]:
+        entries = [self.entries[number] for number in range(len(self.plan))]
+        checks: dict[str, int] = {}
+        for entry in entries:
+            for name, count in entry["checks"].items():
+                checks[name] = checks.get(name, 0) + count
+        return {
+            "format_version": FORMAT_VERSION,
+            "encoding": self.cfg.encoding,
+            "compression": self.cfg.compression,
+            "rows": len(self.rows),
+            "tokens": sum(len(r.token_ids) for r in self.rows),
+            "supervised_tokens": sum(sum(r.loss_mask) for r in self.rows),
+            "bytes": sum(entry["bytes"] for entry in entries),
+            "digest": self.digest,
+            "info": self.info,
+            "checks": checks,
+            "chunks": entries,
+        }
+
+
+def _clear_staging(out: Path) -> None:
+    """Remove what a killed attempt was writing."""
+    for staging in out.glob(".chunk-*"):
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _remove_others(out: Path, files: set[str]) -> None:
+    """Remove chunk files that no entry names: of an attempt that was killed before it could note them down."""
+    for path in out.glob("chunk-*.safetensors"):
+        if path.name not in files:
+            path.unlink()
+
+
+def finished_manifest(out: str | Path) -> dict[str, Any] | None:
+    """The manifest of a shard that an earlier attempt finished, all its chunks there; else None."""
+    place = f"{str(out).rstrip('/')}/{MANIFEST_NAME}"
+    text = read_bytes(place)
+    if text is None:
+        return None
+    try:
+        manifest = parse_manifest(text, place)
+    except ValueError:
+        return None
+    whole = all(file_size(f"{str(out).rstrip('/')}/{entry['file']}") == entry["bytes"] for entry in manifest["chunks"])
+    return manifest if whole else None

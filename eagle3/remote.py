@@ -1,0 +1,132 @@
+"""Files by local path or fsspec URL: read, written and looked for alike; a store that fails is tried again.
+
+Credentials are the store's own environment variables. Nothing here lists a directory: names are known.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import fsspec
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+TRIES, FIRST_PAUSE_S = 5, 0.5
+
+
+class Stopped(Exception):
+    """Nobody waits for the result any more."""
+
+
+def is_remote(place: str | Path) -> bool:
+    """Whether it is a URL."""
+    return "://" in str(place)
+
+
+def try_often(action: Callable[[], T], url: str, stopped: threading.Event | None = None) -> T:
+    """Call `action` until it succeeds, waiting longer each time; a missing or wrong file is not waited for.
+
+    Raises:
+        FileNotFoundError, ValueError: at once.
+        OSError: after the last try; names the URL.
+        Stopped: if `stopped` was set meanwhile.
+    """
+    stopped = stopped or threading.Event()
+    for attempt in range(TRIES):
+        try:
+            return action()
+        except (FileNotFoundError, ValueError, Stopped):
+            raise
+        # Not every store's connection errors are OSErrors: botocore's are not.
+        except Exception as e:
+            if attempt == TRIES - 1:
+                remedy = "check the store and the free disk space"
+                raise OSError(f"{url} could not be reached in {TRIES} tries ({e!r}); {remedy}") from e
+            logger.warning("%s: %r, trying again", url, e)
+            if stopped.wait(FIRST_PAUSE_S * 2**attempt):
+                raise Stopped from e
+    raise AssertionError
+
+
+def read_bytes(place: str) -> bytes | None:
+    """What a file holds; None if there is none.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+
+    def read() -> bytes:
+        store, path = fsspec.core.url_to_fs(place)
+        return bytes(store.cat_file(path))
+
+    try:
+        return try_often(read, place) if is_remote(place) else Path(place).read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def file_size(place: str) -> int | None:
+    """Size in bytes; None if there is no such file."""
+
+    def look() -> int:
+        store, path = fsspec.core.url_to_fs(place)
+        store.invalidate_cache()
+        return int(store.info(path)["size"])
+
+    try:
+        return try_often(look, place) if is_remote(place) else Path(place).stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def write_bytes(place: str, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    if not is_remote(place):
+        part = Path(f"{place}.part")
+        part.write_bytes(data)
+        part.replace(place)
+        return
+
+    def write() -> None:
+        store, path = fsspec.core.url_to_fs(place)
+        store.pipe_file(path, data)
+
+    try_often(write, place)
+
+
+def move_file(path: Path, place: str) -> None:
+    """Move a local file to a place, where it appears whole or not at all.
+
+    Raises:
+        OSError: if the store does not take it, or has another size of it afterwards.
+    """
+    if not is_remote(place):
+        path.replace(place)
+        return
+
+    def put() -> None:
+        store, remote_path = fsspec.core.url_to_fs(place)
+        store.put_file(str(path), remote_path)
+
+    try_often(put, place)
+    found, size = file_size(place), path.stat().st_size
+    if found != size:
+        raise OSError(f"{place} should have {size} bytes after its upload, the store says {found}; run again")
+    path.unlink()
+
+
+def remove_file(place: str) -> None:
+    """Remove a file; none there is fine."""
+    if not is_remote(place):
+        Path(place).unlink(missing_ok=True)
+        return
+
+    def remove() -> None:
+        store, path = fsspec.core.url_to_fs(place)
+        store.rm_file(path)
+
+    with suppress(FileNotFoundError):
+        try_often(remove, place)
