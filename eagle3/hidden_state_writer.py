@@ -86,8 +86,8 @@ def plan_chunks(sizes: list[int], chunk_bytes: int) -> list[list[Frame]]:
 class HiddenStateWriter:
     """One shard's writer; `close` writes the manifest, and only then is it a shard.
 
-    plan: the rows of every frame of every chunk. entries: manifest entries of the chunks that are finished, by number; the rows of
-    the others have to be added.
+    plan: the rows of every frame of every chunk. entries: manifest entries of the chunks that are finished, by number; the rows
+    of the others have to be added.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Hidden-state shards: the format, byte for byte, and its reading. hidden_state_writer.py writes them.
 
 A shard is a directory of chunks `chunk-00000-<first 8 hex digits of its SHA-256>.safetensors` … and `manifest.json`, written
-last: no manifest, no shard. A chunk lays its rows' tokens end to end. Its `__metadata__` has one key, `states`: JSON with `encoding`
-(bf16, fp16, fp32, fp8), `compression` (none, zstd), `num_aux` A and `hidden_size` H. Its tensors, little-endian:
+last: no manifest, no shard. A chunk lays its rows' tokens end to end. Its `__metadata__` has one key, `states`: JSON with
+`encoding` (bf16, fp16, fp32, fp8), `compression` (none, zstd), `num_aux` A and `hidden_size` H. Its tensors, little-endian:
 
     token_ids       [T] int32        loss_mask  [T] bool
     row_offsets     [R + 1] int64    row r is [row_offsets[r], row_offsets[r + 1])
