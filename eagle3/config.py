@@ -189,9 +189,19 @@ class EvaluateConfig(StageConfig):
 
 
 class FanOutConfig(StageConfig):
-    """How many engine replicas work at once. In no cache key."""
+    """Where the engine stages run: replicas, GPUs, servers. In no cache key."""
 
-    replicas: int = Field(default=8, ge=1, description="engine tasks in flight, each on its own GPU")
+    replicas: int = Field(default=8, ge=1, description="engine tasks in flight, each on its own GPUs")
+    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs of one replica, over which the target is split")
+    server_urls: list[str] = Field(
+        default=[], description="running vLLM servers that answer and capture instead of replicas, shards dealt out in turn"
+    )
+    min_success_ratio: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="share of shards that must be captured; below 1 training goes on without those that failed for good",
+    )
 
 
 def check_lengths(data: DataConfig, engine: EngineConfig, regenerate: RegenerateConfig, evaluate: EvaluateConfig) -> None:

@@ -19,11 +19,6 @@ FP8_MAX = 448.0
 ZSTD_LEVEL = 1
 
 
-def bytes_per_state(hidden_size: int, encoding: str) -> int:
-    """Size of one state of one token before compression, bytes, its scale included."""
-    return hidden_size * STORED_DTYPE[encoding].itemsize + (4 if encoding == "fp8" else 0)
-
-
 def encode(states: Tensor, encoding: str) -> tuple[Tensor, Tensor | None]:
     """Round states to their storage dtype.
 

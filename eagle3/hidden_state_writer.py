@@ -28,8 +28,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3.config import ExtractConfig
-from eagle3.encoding import bytes_per_state, compress, encode
-from eagle3.hidden_states import FORMAT_VERSION, MANIFEST_NAME, check_entry, file_sha256, last_state_positions, parse_manifest
+from eagle3.encoding import compress, encode
+from eagle3.hidden_states import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    check_entry,
+    file_sha256,
+    hidden_state_bytes,
+    last_state_positions,
+    parse_manifest,
+)
 from eagle3.remote import file_size, is_remote, move_file, read_bytes, remove_file, write_bytes
 from eagle3.shards import TokenRow, digest_of, row_digest
 
@@ -54,9 +62,8 @@ class EncodedFrame:
 
 def row_bytes(row: TokenRow, num_aux: int, hidden_size: int, encoding: str) -> int:
     """Size of a row in a chunk before compression, bytes."""
-    num_last = sum(a and b for a, b in zip(row.loss_mask, row.loss_mask[1:], strict=False))
-    per_state = bytes_per_state(hidden_size, encoding)
-    return len(row.token_ids) * (num_aux * per_state + 5) + num_last * (per_state + 8)
+    last_states = sum(a and b for a, b in zip(row.loss_mask, row.loss_mask[1:], strict=False))
+    return hidden_state_bytes(len(row.token_ids), last_states, num_aux, hidden_size, encoding)
 
 
 def plan_chunks(sizes: list[int], chunk_bytes: int) -> list[list[Frame]]:
@@ -185,7 +192,8 @@ class HiddenStateWriter:
         self.encoders.shutdown(cancel_futures=True)
 
     def _raise_failure(self) -> None:
-        for future in [*self.frames.values(), *self.chunks]:
+        futures: list[Future[Any]] = [*self.frames.values(), *self.chunks]
+        for future in futures:
             if future.done():
                 future.result()
 

@@ -80,6 +80,16 @@ def last_state_positions(loss_mask: Tensor) -> Tensor:
     return torch.nonzero(loss_mask[:-1] & loss_mask[1:]).flatten()
 
 
+def hidden_state_bytes(tokens: int, last_states: int, num_aux: int, hidden_size: int, encoding: str) -> int:
+    """Size of rows in a shard before compression, bytes, headers left out.
+
+    Args:
+        tokens: T. last_states: M, at most the supervised tokens. num_aux: A. hidden_size: H. encoding: as in the manifest.
+    """
+    state = hidden_size * STORED_DTYPE[encoding].itemsize + (4 if encoding == "fp8" else 0)
+    return tokens * (num_aux * state + 5) + last_states * (state + 8)
+
+
 def file_sha256(path: str | Path) -> str:
     """SHA-256 of a file's bytes, 64 hex digits."""
     with open(path, "rb") as f:

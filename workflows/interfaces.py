@@ -40,7 +40,7 @@ class ResolvedInputs:
 class Target:
     """A target fetched: a directory with config, tokenizer and safetensors, `digest` as in its TargetRef.
 
-    num_layers and vocab_size let later stages refuse impossible settings without fetching it.
+    num_layers, vocab_size and hidden_size let later stages refuse impossible settings without fetching it.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Target:
     directory: FlyteDirectory
     num_layers: int
     vocab_size: int
+    hidden_size: int
 
 
 @dataclass(frozen=True)

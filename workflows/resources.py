@@ -1,9 +1,12 @@
 """What the stages' pods ask for, the one place to change for another cluster. Quantities are strings, as Kubernetes wants."""
 
+from dataclasses import replace
 from typing import Any
 
 from flytekit import Resources
 from flytekit.extras.accelerators import H200
+
+from eagle3.config import FanOutConfig
 
 # Reading inputs, gathering shards, the summary: seconds of one core.
 LIGHT: dict[str, Any] = {
@@ -15,6 +18,12 @@ LIGHT: dict[str, Any] = {
 DATA: dict[str, Any] = {
     "requests": Resources(cpu="4", mem="16Gi", ephemeral_storage="100Gi"),
     "limits": Resources(cpu="8", mem="32Gi", ephemeral_storage="200Gi"),
+}
+
+# A client of somebody's engine server.
+CLIENT: dict[str, Any] = {
+    "requests": Resources(cpu="4", mem="16Gi", gpu="0", ephemeral_storage="100Gi"),
+    "limits": Resources(cpu="8", mem="32Gi", gpu="0", ephemeral_storage="200Gi"),
 }
 
 # One engine replica or one trainer: a whole H200 each. A trainer that is given several runs one process on each
@@ -31,3 +40,13 @@ TRAINER: dict[str, Any] = {
     "accelerator": H200,
     "shared_memory": "16Gi",
 }
+
+
+def replica_overrides(fanout: FanOutConfig) -> dict[str, Any]:
+    """What an engine task's node asks for instead of ENGINE: several GPUs for a split target, none beside a server."""
+    if fanout.server_urls:
+        return dict(CLIENT)
+    if fanout.tensor_parallel_size == 1:
+        return {}
+    gpus = str(fanout.tensor_parallel_size)
+    return {side: replace(ENGINE[side], gpu=gpus) for side in ("requests", "limits")}

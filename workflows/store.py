@@ -2,13 +2,15 @@
 
 Flyte's local cache keeps the paths a task returned and copies nothing. So local outputs go to a persistent store of our own
 (`EAGLE3_STORE`, by default ~/.cache/eagle3), in a new directory for each run of a task: two runs at once never share one. Work
-that can go on after a kill lies in a directory named by its key until it is done.
+that can go on after a kill lies in a directory named by its key: training until it is done, hidden states for good.
 A cache entry whose files are gone counts as a miss (flyteorg/flyte#4672). In a pod, outputs go to its working directory.
 """
 
 import fcntl
 import hashlib
+import logging
 import os
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,7 +27,9 @@ from flytekit.types.directory import FlyteDirectory
 
 from workflows import journal
 
+logger = logging.getLogger("eagle3")
 DEFAULT_STORE = "~/.cache/eagle3"
+LOCK_PAUSE_S = 1.0
 
 
 def is_local() -> bool:
@@ -36,7 +40,7 @@ def is_local() -> bool:
 
 def new_dir(name: str) -> Path:
     """Make a new, empty directory for one output."""
-    path = _root() / f"{name}-{uuid.uuid4().hex[:12]}"
+    path = root() / f"{name}-{uuid.uuid4().hex[:12]}"
     try:
         path.mkdir(parents=True)
     except OSError as e:
@@ -44,7 +48,8 @@ def new_dir(name: str) -> Path:
     return path
 
 
-def _root() -> Path:
+def root() -> Path:
+    """The directory of all local outputs."""
     root = Path(os.environ.get("EAGLE3_STORE") or DEFAULT_STORE) if is_local() else Path(current_context().working_directory)
     return root.expanduser().resolve()
 
@@ -56,7 +61,7 @@ def resumable_dir(name: str, key: str) -> Iterator[Path]:
     Where it may not be shared, the directory is a new one: a second run of the same key at the same time, and every pod. Call
     `finish` with it when the work is done; what is left unfinished stays for the next run.
     """
-    path = _root() / f"{name}-{key}.unfinished"
+    path = root() / f"{name}-{key}.unfinished"
     if not is_local() or (lock := _lock(path)) is None:
         yield new_dir(name)
         return
@@ -84,6 +89,34 @@ def _lock(path: Path) -> int | None:
         if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
             return lock
         os.close(lock)  # its owner finished and renamed it between the two calls
+
+
+@contextmanager
+def keyed_place(name: str, key: str) -> Iterator[str]:
+    """Yield where the output of a key belongs, whoever makes it: a directory here, a URL in the cluster's storage.
+
+    What an attempt leaves there is there for the next one. Here one process at a time has it, others wait. In a pod it lies
+    beside what Flyte calls the raw output prefix, <configured prefix>/<two characters>/<execution, node and attempt>, without the
+    two last parts, so that another attempt or execution finds it; EAGLE3_STORE, set to a URL, goes before.
+    """
+    if is_local():
+        path = root() / f"{name}-{key}"
+        while (lock := _lock(path)) is None:
+            logger.warning("another process is writing %s: waiting for it", path)
+            time.sleep(LOCK_PAUSE_S)
+        try:
+            yield str(path)
+        finally:
+            os.close(lock)
+        return
+    prefix = FlyteContextManager.current_context().file_access.raw_output_prefix
+    base = os.environ.get("EAGLE3_STORE", "")
+    yield f"{(base if '://' in base else prefix.rstrip('/').rsplit('/', 2)[0]).rstrip('/')}/eagle3/{name}-{key}"
+
+
+def taken(name: str) -> int:
+    """Bytes that the local outputs of a name take."""
+    return sum(f.stat().st_size for directory in root().glob(f"{name}-*") for f in directory.rglob("*") if f.is_file())
 
 
 def location(directory: FlyteDirectory) -> str:

@@ -68,6 +68,7 @@ def generate(
     num_speculative_tokens: int = 0,
     ignore_eos: bool = False,
     tensor_parallel_size: int = 1,
+    server_url: str = "",
 ) -> Generation:
     """Answer prompts with the target, token ids in and out.
 
@@ -78,6 +79,7 @@ def generate(
         draft_dir: exported draft for speculative decoding; drafts are greedy.
         num_speculative_tokens: k, with a draft only.
         tensor_parallel_size: GPUs that share the target.
+        server_url: of a running vLLM server, which then answers instead of an engine of ours.
 
     Raises:
         ValueError: if a prompt is empty or leaves no room for an answer.
@@ -90,7 +92,7 @@ def generate(
     if not prompts:
         return Generation([], 0.0, 0, 0, 0, [])
     check_max_model_len(engine.max_model_len, json.loads((Path(target_dir) / "config.json").read_text()))
-    settings = _settings(target_dir, engine, None, draft_dir, num_speculative_tokens, tensor_parallel_size)
+    settings = _settings(target_dir, engine, None, draft_dir, num_speculative_tokens, tensor_parallel_size, server_url)
     sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
     result = _run(settings, {"op": "generate", "prompts": prompts, "sampling": {**sampling, "ignore_eos": ignore_eos}})
     return Generation(**{**result, "answers": [Answer(**a) for a in result["answers"]]})
@@ -105,6 +107,7 @@ def capture(
     extract: ExtractConfig,
     info: dict[str, Any],
     tensor_parallel_size: int = 1,
+    server_url: str = "",
 ) -> dict[str, Any]:
     """Capture the hidden states of one token shard into one hidden-state shard, going on from what an earlier attempt left.
 
@@ -113,6 +116,7 @@ def capture(
         layer_ids: aux layers, ascending; the last hidden state is captured besides them.
         info: goes into the manifest, with the engine's version and settings: target name and revision.
         tensor_parallel_size: GPUs that share the target.
+        server_url: of a running vLLM server set up for capture, which then computes instead of an engine of ours.
 
     Returns:
         The manifest.
@@ -140,7 +144,7 @@ def capture(
         "info": info,
     }
     start = time.perf_counter()
-    result = _run(_settings(target_dir, engine, layer_ids, None, 0, tensor_parallel_size), request)
+    result = _run(_settings(target_dir, engine, layer_ids, None, 0, tensor_parallel_size, server_url), request)
     manifest: dict[str, Any] = result["manifest"]
     logger.info(
         "captured %d tokens, %.3f GB, in %.1f s, start-up included; %d came from the prefix cache",
@@ -202,6 +206,7 @@ def _settings(
     draft_dir: str | Path | None,
     num_speculative_tokens: int,
     tensor_parallel_size: int,
+    server_url: str,
 ) -> dict[str, Any]:
     """What an engine is built from; equal settings share one. Sizes and times of files tell when a path was written again."""
     reference = engine.engine == "transformers"
@@ -213,6 +218,7 @@ def _settings(
         "draft_dir": None if draft_dir is None else str(Path(draft_dir).resolve()),
         "num_speculative_tokens": num_speculative_tokens,
         "tensor_parallel_size": tensor_parallel_size,
+        "server_url": server_url,
         "files": [_file_stamp(d) for d in (target_dir, draft_dir) if d is not None],
     }
 
@@ -224,10 +230,11 @@ def _file_stamp(directory: str | Path) -> list[list[Any]]:
 
 def _run(settings: dict[str, Any], request: dict[str, Any]) -> Any:
     with _lock:
-        worker = _ready_worker(settings["engine"]["engine"])
+        library = "httpx" if settings["server_url"] else settings["engine"]["engine"]
+        worker = _ready_worker(library)
         if worker.settings != settings:
             worker.stop_engine()
-            worker = _ready_worker(settings["engine"]["engine"])
+            worker = _ready_worker(library)
             worker.settings = settings
             worker.ask({"op": "start", "settings": settings})
         return worker.ask(request)

@@ -94,7 +94,7 @@ def send(connection: Connection, item: CapturedStates) -> None:
     header = {"request_id": item.request_id, "shape": list(states.shape), "dtype": str(states.dtype).removeprefix("torch.")}
     connection.send_bytes(json.dumps(header).encode())
     for tensor in (item.token_ids, states):
-        connection.send_bytes(memoryview(tensor.view(torch.uint8).numpy().reshape(-1)))
+        connection.send_bytes(tensor.view(torch.uint8).numpy().reshape(-1).data)
 
 
 def receive(connection: Connection) -> CapturedStates:
@@ -107,5 +107,5 @@ def receive(connection: Connection) -> CapturedStates:
     token_ids = torch.empty(header["shape"][0], dtype=torch.int64)
     states = torch.empty(header["shape"], dtype=getattr(torch, header["dtype"]))
     for tensor in (token_ids, states):
-        connection.recv_bytes_into(memoryview(tensor.view(torch.uint8).numpy().reshape(-1)))
+        connection.recv_bytes_into(tensor.view(torch.uint8).numpy().reshape(-1).data)
     return CapturedStates(header["request_id"], token_ids, states, Copied())

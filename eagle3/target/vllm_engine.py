@@ -1,6 +1,7 @@
 """vLLM in this process: built from the settings, generates answers or fills its cache with hidden states. Only in the worker."""
 
 import json
+import os
 import time
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
@@ -51,6 +52,9 @@ class VllmEngine:
             self.arguments |= {"block_size": CPU_BLOCK_SIZE, "kv_cache_memory_bytes": self._cpu_cache_bytes()}
         else:
             self.arguments["gpu_memory_utilization"] = self.config["gpu_memory_utilization"]
+        if self.is_cpu and settings["tensor_parallel_size"] > 1:
+            # By default each rank wants a NUMA node of its own.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         speculation = self._speculation(settings)
         quiet = {"skip_tokenizer_init": True, "disable_log_stats": False, "use_tqdm_on_load": False}
         self.llm = LLM(self.target_dir, **quiet, **self.arguments, **speculation)

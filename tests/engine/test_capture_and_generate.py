@@ -41,9 +41,10 @@ def _engines() -> Iterator[None]:
     close_engines()
 
 
-def save_target(directory: Path, model_type: str) -> PreTrainedModel:
+def save_target(directory: Path, model_type: str, **sizes: int) -> PreTrainedModel:
     """Heads of 32, the smallest that the engine's CPU attention takes."""
-    model = tiny_target(model_type, VOCAB, num_attention_heads=2, num_key_value_heads=1, head_dim=32, eos_token_id=END).float()
+    heads = {"vocab_size": VOCAB, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    model = tiny_target(model_type, **heads | sizes, eos_token_id=END).float()
     model.save_pretrained(directory)
     return model
 
@@ -87,9 +88,9 @@ def assert_states_are_the_models(model: PreTrainedModel, rows: list[TokenRow], s
         assert largest_error(stored.last, states[stored.last_positions, -1]) < TOLERANCE, row.sample_id
 
 
-def capture_rows(target: Path, rows: list[TokenRow], out: Path, engine: EngineConfig) -> dict[str, Any]:
+def capture_rows(target: Path, rows: list[TokenRow], out: Path, engine: EngineConfig, **how: Any) -> dict[str, Any]:
     write_token_shard(out.with_suffix(".parquet"), rows)
-    return capture(target, out.with_suffix(".parquet"), out, LAYER_IDS, engine, FLOAT32, {"target": "tiny"})
+    return capture(target, out.with_suffix(".parquet"), out, LAYER_IDS, engine, FLOAT32, {"target": "tiny"}, **how)
 
 
 def cached_tokens(caplog: pytest.LogCaptureFixture) -> int:
@@ -117,6 +118,15 @@ def test_captured_states_equal_the_models_chunked_batched_and_cached(
 
     capture_rows(tmp_path / "target", rows, tmp_path / "single", SINGLE)
     assert_states_are_the_models(model, rows, tmp_path / "single")
+
+
+def test_a_target_split_over_two_ranks_hands_over_the_same_states(tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 80, "vocab_size": 128}
+    model, rows = save_target(tmp_path / "target", "llama", **sizes), random_rows()[:12]
+    manifest = capture_rows(tmp_path / "target", rows, tmp_path / "states", CHUNKED, tensor_parallel_size=2)
+    assert manifest["info"]["tensor_parallel_size"] == 2
+    assert manifest["checks"]["next_tokens_agreed"] == 12
+    assert_states_are_the_models(model, rows, tmp_path / "states")
 
 
 def test_stored_last_state_norm_and_head_give_the_targets_next_token(tmp_path: Path) -> None:

@@ -1,40 +1,63 @@
 """extract: the engine's hidden states for every token, one engine task a shard."""
 
+import functools
+import logging
+import shutil
 from dataclasses import replace
 from typing import Any, cast
 
-from flytekit import Cache, dynamic, task
+from flytekit import Cache, dynamic, map_task, task
 from flytekit.types.directory import FlyteDirectory
 
 import images
 from eagle3.config import EngineConfig, ExtractConfig, FanOutConfig
 from workflows import store
 from workflows.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
-from workflows.resources import ENGINE, LIGHT
+from workflows.resources import ENGINE, LIGHT, replica_overrides
 from workflows.stage import stage
 
+logger = logging.getLogger("eagle3")
+CACHE = Cache(version="3", ignored_inputs=("shard", "target", "server_url", "tensor_parallel_size"))
+# Constant, since both are in a map task's name and so in its cache key; the recipe's ratio is enforced by gather_hidden_states.
+LANE = {"concurrency": 1, "min_success_ratio": 0.01}
 
-@task(
-    container_image=images.GPU,
-    cache=Cache(version="2", ignored_inputs=("shard", "target")),
-    retries=3,
-    interruptible=True,
-    **ENGINE,
-)
+
+@task(container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, **ENGINE)
 @stage
 def extract_shard(
-    shard: TokenShard, shard_digest: str, target: Target, target_digest: str, engine: EngineConfig, extract: ExtractConfig
+    shard: TokenShard,
+    shard_digest: str,
+    target: Target,
+    target_digest: str,
+    engine: EngineConfig,
+    extract: ExtractConfig,
+    server_url: str,
+    tensor_parallel_size: int,
 ) -> HiddenStateShard:
+    """Capture one shard where its key says it belongs: a retry or another run goes on behind the last finished chunk."""
     from eagle3.target.engine import capture
     from eagle3.target.properties import aux_layer_ids
 
+    store.share_credentials()
     layer_ids = aux_layer_ids(extract.layer_ids, target.num_layers)
-    out = store.new_dir("extract_hidden_states")
+    settings = [engine.model_dump_json(), extract.model_dump_json(), str(layer_ids)]
+    key = store.digest_of_digests([CACHE.version, shard_digest, target_digest, *settings])
     info = {"target": target.name, "target_revision": target.revision, "target_digest": target_digest}
-    manifest = capture(target.directory.download(), shard.file.download(), str(out), layer_ids, engine, extract, info)
+    with store.keyed_place("extract_hidden_states", key) as out:
+        manifest = capture(
+            target.directory.download(),
+            shard.file.download(),
+            out,
+            layer_ids,
+            engine,
+            extract,
+            info,
+            tensor_parallel_size=tensor_parallel_size,
+            server_url=server_url,
+        )
     return HiddenStateShard(
         index=shard.index,
-        directory=FlyteDirectory(str(out)),
+        directory=FlyteDirectory(out),
         rows=manifest["rows"],
         tokens=manifest["tokens"],
         supervised_tokens=manifest["supervised_tokens"],
@@ -45,9 +68,26 @@ def extract_shard(
 
 
 @task(container_image=images.CPU, **LIGHT)
-def gather_hidden_states(shards: list[HiddenStateShard]) -> HiddenStateShards:
-    """Put the shards in order: two that hold the same rows come from the cache under one index."""
-    ordered = [replace(shard, index=i) for i, shard in enumerate(shards)]
+def gather_hidden_states(
+    shards: TokenShards, lanes: list[list[HiddenStateShard | None]], fanout: FanOutConfig
+) -> HiddenStateShards:
+    """Put the shards in order again: lane i holds the shards i, i + number of lanes, …; None where one failed for good.
+
+    Raises:
+        ValueError: if fewer than `fanout.min_success_ratio` of them are there.
+    """
+    found = {i + step * len(lanes): shard for i, lane in enumerate(lanes) for step, shard in enumerate(lane)}
+    done = [shard for number in range(len(shards.shards)) if (shard := found[number]) is not None]
+    lost = [shards.shards[number] for number in range(len(shards.shards)) if found[number] is None]
+    if lost:
+        named = ", ".join(f"shard {shard.index} ({shard.rows} rows, {shard.file.path})" for shard in lost[:8])
+        text = f"{len(lost)} of {len(shards.shards)} shards, {sum(s.rows for s in lost)} rows, could not be captured: {named}"
+        if len(done) < fanout.min_success_ratio * len(shards.shards):
+            asked = f"fanout.min_success_ratio is {fanout.min_success_ratio}"
+            raise ValueError(f"{text}; {asked}: run again (what is finished is kept) or lower it")
+        logger.warning("%s; training goes on without them", text)
+    # Two shards that hold the same rows come from the cache under one index.
+    ordered = [replace(shard, index=i) for i, shard in enumerate(done)]
     return HiddenStateShards(ordered, ordered[0].layer_ids, store.digest_of_digests(shard.digest for shard in ordered))
 
 
@@ -55,13 +95,73 @@ def gather_hidden_states(shards: list[HiddenStateShard]) -> HiddenStateShards:
 def extract_hidden_states(
     shards: TokenShards, target: Target, engine: EngineConfig, extract: ExtractConfig, fanout: FanOutConfig
 ) -> HiddenStateShards:
-    """Run every shard through the target, `fanout.replicas` at a time."""
-    extracted: list[Any] = []
-    for i, shard in enumerate(shards.shards):
-        node = extract_shard(
-            shard=shard, shard_digest=shard.digest, target=target, target_digest=target.digest, engine=engine, extract=extract
-        )
-        if i >= fanout.replicas:
-            extracted[i - fanout.replicas] >> node
-        extracted.append(node)
-    return cast(HiddenStateShards, gather_hidden_states(shards=extracted))
+    """Run every shard through the target, in as many lanes as there are replicas or servers.
+
+    Raises:
+        ValueError: if the states do not fit on the local disk.
+    """
+    check_room(shards, target, extract)
+    num_lanes = min(len(shards.shards), len(fanout.server_urls) or fanout.replicas)
+    common = {
+        "target": target,
+        "target_digest": target.digest,
+        "engine": engine,
+        "extract": extract,
+        "tensor_parallel_size": fanout.tensor_parallel_size,
+    }
+    lanes: list[Any] = []
+    for i in range(num_lanes):
+        common["server_url"] = fanout.server_urls[i] if fanout.server_urls else ""
+        lane = shards.shards[i::num_lanes]
+        if fanout.min_success_ratio == 1:
+            lanes.append(_strict_lane(lane, common, fanout))
+        elif store.is_local():
+            lanes.append([_local_attempt(shard, common) for shard in lane])
+        else:
+            lanes.append(_tolerant_lane(lane, common, fanout))
+    return cast(HiddenStateShards, gather_hidden_states(shards=shards, lanes=lanes, fanout=fanout))
+
+
+def _strict_lane(lane: list[TokenShard], common: dict[str, Any], fanout: FanOutConfig) -> list[Any]:
+    """One node a shard, one after the other."""
+    nodes: list[Any] = []
+    for shard in lane:
+        node = extract_shard(shard=shard, shard_digest=shard.digest, **common)
+        if not store.is_local():
+            node.with_overrides(**replica_overrides(fanout))
+        if nodes:
+            nodes[-1] >> node
+        nodes.append(node)
+    return nodes
+
+
+def _tolerant_lane(lane: list[TokenShard], common: dict[str, Any], fanout: FanOutConfig) -> Any:
+    """One map node, which a failed shard does not fail."""
+    run_lane = map_task(functools.partial(extract_shard, **common), **LANE)
+    return run_lane(shard=lane, shard_digest=[shard.digest for shard in lane]).with_overrides(**replica_overrides(fanout))
+
+
+def _local_attempt(shard: TokenShard, common: dict[str, Any]) -> Any:
+    """Locally a task runs when it is called."""
+    try:
+        return extract_shard(shard=shard, shard_digest=shard.digest, **common)
+    except Exception as e:
+        logger.warning("shard %d could not be captured: %s", shard.index, e)
+        return None
+
+
+def check_room(shards: TokenShards, target: Target, extract: ExtractConfig) -> None:
+    """Say how many bytes the states take; locally, refuse what does not fit."""
+    from eagle3.hidden_states import hidden_state_bytes
+    from eagle3.target.properties import aux_layer_ids
+
+    num_aux = len(aux_layer_ids(extract.layer_ids, target.num_layers))
+    tokens, supervised = sum(s.tokens for s in shards.shards), sum(s.supervised_tokens for s in shards.shards)
+    needed = hidden_state_bytes(tokens, supervised, num_aux, target.hidden_size, extract.encoding)
+    text = f"states of {tokens} tokens as {extract.encoding}: at most {needed / 1e9:.3f} GB before compression"
+    if store.is_local():
+        free = shutil.disk_usage(store.root()).free
+        text += f"; {store.root()} has {free / 1e9:.3f} GB free"
+        if needed > free + store.taken("extract_hidden_states"):
+            raise ValueError(f"{text}: free some, train on fewer prompts, or set extract.encoding to fp8")
+    print(text, flush=True)

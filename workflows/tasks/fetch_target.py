@@ -11,7 +11,7 @@ from workflows.resources import DATA
 from workflows.stage import stage
 
 
-@task(container_image=images.CPU, cache=Cache(version="1", ignored_inputs=("target", "ref")), retries=2, **DATA)
+@task(container_image=images.CPU, cache=Cache(version="2", ignored_inputs=("target", "ref")), retries=2, **DATA)
 @stage
 def fetch_target(target: TargetConfig, ref: TargetRef, target_digest: str) -> Target:
     from eagle3.target.resolve import fetch_target
@@ -27,4 +27,5 @@ def fetch_target(target: TargetConfig, ref: TargetRef, target_digest: str) -> Ta
         directory=FlyteDirectory(str(out)),
         num_layers=config["num_hidden_layers"],
         vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
     )

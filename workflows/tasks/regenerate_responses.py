@@ -13,22 +13,26 @@ from eagle3.config import EngineConfig, ExtractConfig, FanOutConfig, RegenerateC
 from eagle3.target.properties import aux_layer_ids
 from workflows import store
 from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
-from workflows.resources import ENGINE, LIGHT
+from workflows.resources import ENGINE, LIGHT, replica_overrides
 from workflows.stage import stage
 
 logger = logging.getLogger("eagle3")
 
 
-@task(
-    container_image=images.GPU,
-    cache=Cache(version="1", ignored_inputs=("shard", "target")),
-    retries=3,
-    interruptible=True,
-    **ENGINE,
-)
+CACHE = Cache(version="1", ignored_inputs=("shard", "target", "server_url", "tensor_parallel_size"))
+
+
+@task(container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, **ENGINE)
 @stage
 def regenerate_shard(
-    shard: TokenShard, shard_digest: str, target: Target, target_digest: str, engine: EngineConfig, regenerate: RegenerateConfig
+    shard: TokenShard,
+    shard_digest: str,
+    target: Target,
+    target_digest: str,
+    engine: EngineConfig,
+    regenerate: RegenerateConfig,
+    server_url: str,
+    tensor_parallel_size: int,
 ) -> TokenShard:
     from eagle3.data.regenerate import attach_answers
     from eagle3.shards import read_token_shard, write_token_shard
@@ -43,6 +47,8 @@ def regenerate_shard(
         top_p=regenerate.top_p,
         max_new_tokens=regenerate.max_new_tokens,
         seed=regenerate.seed,
+        tensor_parallel_size=tensor_parallel_size,
+        server_url=server_url,
     )
     answered = attach_answers(rows, generation.answers)
     logger.info("shard %d: %d of %d prompts answered, the other answers are too short", shard.index, len(answered), len(rows))
@@ -97,6 +103,7 @@ def regenerate_responses(
     if not regenerate.enabled:
         return cast(TokenShards, gather_token_shards(shards=data.shards))
     answered: list[Any] = []
+    num_lanes = len(fanout.server_urls) or fanout.replicas
     for i, shard in enumerate(data.shards):
         node = regenerate_shard(
             shard=shard,
@@ -105,8 +112,12 @@ def regenerate_responses(
             target_digest=target.digest,
             engine=engine,
             regenerate=regenerate,
+            server_url=fanout.server_urls[i % num_lanes] if fanout.server_urls else "",
+            tensor_parallel_size=fanout.tensor_parallel_size,
         )
-        if i >= fanout.replicas:
-            answered[i - fanout.replicas] >> node
+        if not store.is_local():
+            node.with_overrides(**replica_overrides(fanout))
+        if i >= num_lanes:
+            answered[i - num_lanes] >> node
         answered.append(node)
     return cast(TokenShards, gather_token_shards(shards=answered))
