@@ -21,6 +21,7 @@ from eagle3.hidden_states import read_hidden_states
 from eagle3.shards import TokenRow, write_token_shard
 from eagle3.target import engine as target_engine
 from eagle3.target.engine import capture, close_engines, generate
+from eagle3.target.properties import aux_layer_ids
 from eagle3.target.weights import load_target_tensors
 from tests.draft.factories import tiny_target
 
@@ -61,14 +62,14 @@ def random_rows() -> list[TokenRow]:
     return rows
 
 
-def expected_states(model: PreTrainedModel, row: TokenRow) -> tuple[Tensor, Tensor]:
-    """[T, 4, H] states of LAYER_IDS and the last layer before the final norm; [T] the model's own next tokens."""
+def expected_states(model: PreTrainedModel, row: TokenRow, layer_ids: list[int] = LAYER_IDS) -> tuple[Tensor, Tensor]:
+    """[T, A + 1, H] states of the layers and the last layer before the final norm; [T] the model's own next tokens."""
     kept: list[Tensor] = []
     hook = model.base_model.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0][0]))
     with torch.no_grad():
         output = model(torch.tensor([row.token_ids]), output_hidden_states=True)
     hook.remove()
-    states = torch.stack([*(output.hidden_states[k][0] for k in LAYER_IDS), kept[0]], dim=1)
+    states = torch.stack([*(output.hidden_states[k][0] for k in layer_ids), kept[0]], dim=1)
     return states, output.logits[0].argmax(-1)
 
 
@@ -79,18 +80,22 @@ def largest_error(found: Tensor, expected: Tensor) -> float:
     return float(((found - expected).abs().amax(-1) / expected.abs().amax(-1)).max())
 
 
-def assert_states_are_the_models(model: PreTrainedModel, rows: list[TokenRow], shard_dir: Path) -> None:
+def assert_states_are_the_models(
+    model: PreTrainedModel, rows: list[TokenRow], shard_dir: Path, layer_ids: list[int] = LAYER_IDS
+) -> None:
     for row, stored in zip(rows, read_hidden_states(shard_dir), strict=True):
-        states, _ = expected_states(model, row)
+        states, _ = expected_states(model, row, layer_ids)
         assert (stored.sample_id, stored.token_ids.tolist()) == (row.sample_id, row.token_ids)
-        for layer in range(len(LAYER_IDS)):
-            assert largest_error(stored.aux[:, layer], states[:, layer]) < TOLERANCE, (row.sample_id, LAYER_IDS[layer])
+        for layer, name in enumerate(layer_ids):
+            assert largest_error(stored.aux[:, layer], states[:, layer]) < TOLERANCE, (row.sample_id, name)
         assert largest_error(stored.last, states[stored.last_positions, -1]) < TOLERANCE, row.sample_id
 
 
-def capture_rows(target: Path, rows: list[TokenRow], out: Path, engine: EngineConfig, **how: Any) -> dict[str, Any]:
+def capture_rows(
+    target: Path, rows: list[TokenRow], out: Path, engine: EngineConfig, layer_ids: list[int] = LAYER_IDS, **how: Any
+) -> dict[str, Any]:
     write_token_shard(out.with_suffix(".parquet"), rows)
-    return capture(target, out.with_suffix(".parquet"), out, LAYER_IDS, engine, FLOAT32, {"target": "tiny"}, **how)
+    return capture(target, out.with_suffix(".parquet"), out, layer_ids, engine, FLOAT32, {"target": "tiny"}, **how)
 
 
 def cached_tokens(caplog: pytest.LogCaptureFixture) -> int:
@@ -118,6 +123,15 @@ def test_captured_states_equal_the_models_chunked_batched_and_cached(
 
     capture_rows(tmp_path / "target", rows, tmp_path / "single", SINGLE)
     assert_states_are_the_models(model, rows, tmp_path / "single")
+
+
+def test_a_target_of_two_layers_is_captured_with_its_default_layers(tmp_path: Path) -> None:
+    model, rows = save_target(tmp_path / "target", "llama", num_hidden_layers=2), random_rows()[:9]
+    layer_ids = aux_layer_ids([], 2)
+    assert layer_ids == [1]
+    manifest = capture_rows(tmp_path / "target", rows, tmp_path / "states", CHUNKED, layer_ids)
+    assert manifest["info"]["layer_ids"] == [1]
+    assert_states_are_the_models(model, rows, tmp_path / "states", layer_ids)
 
 
 def test_a_target_split_over_two_ranks_hands_over_the_same_states(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """The worker process and its lifetime, with the transformers engine: no vLLM here."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +105,35 @@ def test_captured_states_are_the_models_whatever_the_batch(tmp_path: Path, targe
         torch.testing.assert_close(stored.last, states[:-1, 1], rtol=1e-4, atol=1e-4)
 
 
+def test_a_capture_that_was_killed_goes_on_behind_its_last_chunk(tmp_path: Path, target: tuple[Path, PreTrainedModel]) -> None:
+    path, _ = target
+    rows = [TokenRow(str(i), "test", [(i + t) % 13 for t in range(40)], [True] * 40) for i in range(300)]
+    write_token_shard(tmp_path / "shard", rows)
+    extract = ExtractConfig(encoding="fp32", chunk_bytes=100_000)
+
+    def capture_to(out: Path) -> dict[str, Any]:
+        return capture(path, tmp_path / "shard", out, [1], ENGINE, extract, {})
+
+    whole = capture_to(tmp_path / "whole")
+
+    def kill_after_the_first_chunk() -> None:
+        while not list((tmp_path / "parts").glob("chunk-*.json")):
+            time.sleep(0.001)
+        os.kill(engine_pid(), signal.SIGKILL)
+
+    threading.Thread(target=kill_after_the_first_chunk, daemon=True).start()
+    with pytest.raises(RuntimeError, match=r"killed \(signal 9\)"):
+        capture_to(tmp_path / "parts")
+    noted = [json.loads(f.read_text())["entry"]["file"] for f in (tmp_path / "parts").glob("chunk-*.json")]
+    kept = {tmp_path / "parts" / name: (tmp_path / "parts" / name).stat().st_mtime_ns for name in noted}
+    assert 0 < len(kept) < len(whole["chunks"])
+    again = capture_to(tmp_path / "parts")
+    assert again["digest"] == whole["digest"]
+    assert [c["sha256"] for c in again["chunks"]] == [c["sha256"] for c in whole["chunks"]]
+    assert {f: f.stat().st_mtime_ns for f in kept} == kept
+    assert capture_to(tmp_path / "parts") == again
+
+
 def test_bad_calls_are_refused_before_an_engine_starts(
     tmp_path: Path, target: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +153,9 @@ def test_bad_calls_are_refused_before_an_engine_starts(
         with pytest.raises(ValueError, match=r"within 0 … 4.*got " + re.escape(str(layer_ids))):
             try_capture(4, layer_ids)
     monkeypatch.setattr(target_engine.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    with pytest.raises(ValueError, match=r"0\.0 GiB free, the states of 40 tokens need"):
+    with pytest.raises(
+        ValueError, match=r"the states of 40 tokens need 0\.\d+ GB as bf16 .* 0\.000 GB are free there; free some"
+    ):
         try_capture(40, [1])
 
 
