@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -112,6 +113,12 @@ def keyed_place(name: str, key: str) -> Iterator[str]:
     prefix = FlyteContextManager.current_context().file_access.raw_output_prefix
     base = os.environ.get("EAGLE3_STORE", "")
     yield f"{(base if '://' in base else prefix.rstrip('/').rsplit('/', 2)[0]).rstrip('/')}/eagle3/{name}-{key}"
+
+
+def free_bytes() -> int:
+    """Room on the disk of the local outputs."""
+    root().mkdir(parents=True, exist_ok=True)
+    return shutil.disk_usage(root()).free
 
 
 def taken(name: str) -> int:

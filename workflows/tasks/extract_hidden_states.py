@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import shutil
 from dataclasses import replace
 from typing import Any, cast
 
@@ -160,7 +159,7 @@ def check_room(shards: TokenShards, target: Target, extract: ExtractConfig) -> N
     needed = hidden_state_bytes(tokens, supervised, num_aux, target.hidden_size, extract.encoding)
     text = f"states of {tokens} tokens as {extract.encoding}: at most {needed / 1e9:.3f} GB before compression"
     if store.is_local():
-        free = shutil.disk_usage(store.root()).free
+        free = store.free_bytes()
         text += f"; {store.root()} has {free / 1e9:.3f} GB free"
         if needed > free + store.taken("extract_hidden_states"):
             raise ValueError(f"{text}: free some, train on fewer prompts, or set extract.encoding to fp8")
