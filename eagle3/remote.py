@@ -83,11 +83,20 @@ def file_size(place: str) -> int | None:
 
 
 def write_bytes(place: str, data: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: if that cannot be done; names it.
+    """
     if not is_remote(place):
         part = Path(f"{place}.part")
-        part.write_bytes(data)
-        part.replace(place)
+        try:
+            part.write_bytes(data)
+            part.replace(place)
+        except OSError as e:  # a full disk's does not say which file
+            with suppress(OSError):
+                part.unlink()
+            raise OSError(f"{place} could not be written ({e}); check the free disk space and run again") from e
         return
 
     def write() -> None:
