@@ -170,19 +170,19 @@ class HiddenStateWriter:
         try:
             for chunk in self.chunks:
                 chunk.result()
+            assert len(self.entries) == len(self.plan), "every row must be added before the shard is closed"
+            manifest = self._manifest()
+            write_bytes(f"{self.out}/{MANIFEST_NAME}", json.dumps(manifest, indent=1).encode())
+            for number in range(len(self.plan)):
+                remove_file(self._entry_place(number))
+            if not is_remote(self.out):
+                _remove_others(Path(self.out), {entry["file"] for entry in self.entries.values()})
+            return manifest
         finally:
             self.stop()
-        assert len(self.entries) == len(self.plan), "every row must be added before the shard is closed"
-        manifest = self._manifest()
-        write_bytes(f"{self.out}/{MANIFEST_NAME}", json.dumps(manifest, indent=1).encode())
-        for number in range(len(self.plan)):
-            remove_file(self._entry_place(number))
-        if not is_remote(self.out):
-            _remove_others(Path(self.out), {entry["file"] for entry in self.entries.values()})
-        return manifest
 
     def stop(self) -> None:
-        """End the threads once all chunks that have their rows are written: they stay for the next attempt."""
+        """End the threads once all chunks that have their rows are written, which stay for the next attempt, and let it begin."""
         self.saver.shutdown()
         self.encoders.shutdown(cancel_futures=True)
         self.staging.close()
