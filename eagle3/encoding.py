@@ -2,8 +2,8 @@
 
 `bf16`, `fp16` and `fp32` round to that dtype, which is exact where the engine computes in it. `fp8` is e4m3 (largest value 448)
 with one scale for each token and layer: the smallest power of two under which the state fits, so that states decoded to bfloat16
-are exactly what was stored. Normal values keep four significant bits; what is 2^15 times smaller than the largest activation
-begins to lose them, what is 2^18 times smaller becomes zero.
+are exactly what was stored. Values keep four significant bits down to 2^-13 of the largest activation, 8,192 times smaller; below
+they lose them, and below 2^-19 they are zero.
 
 `zstd` compresses frames of whole rows: the first bytes of all elements, then the second ones (byte shuffle, as in Blosc), then
 Zstandard. Exponents repeat and mantissas do not, so this pays where compressing elements would not.
@@ -33,15 +33,17 @@ def encode(states: Tensor, encoding: str) -> tuple[Tensor, Tensor | None]:
         ValueError: on a state that is non-finite or all zero once it is stored.
     """
     if encoding == "fp8":
-        scaled, exponents = torch.frexp(states.float().abs().amax(-1) / FP8_MAX)
+        states = states.float()
+        largest = states.abs().amax(-1)
+        scaled, exponents = torch.frexp(largest / FP8_MAX)
         # frexp: largest / 448 = scaled × 2^exponent with 0.5 <= scaled < 1; exactly a power of two needs no next one.
         scales = torch.exp2((exponents - (scaled == 0.5).int()).float())
-        stored = (states.float() / scales[..., None]).to(torch.float8_e4m3fn)
-        comparable = stored.to(torch.bfloat16)
+        stored = (states / scales[..., None]).to(torch.float8_e4m3fn)
+        decoded = decode((largest / scales)[..., None].to(torch.float8_e4m3fn), scales)[..., 0]
+        largest = torch.where(torch.isfinite(largest), decoded, largest)  # the cast turns infinity into 448
     else:
         scales, stored = None, states.to(STORED_DTYPE[encoding])
-        comparable = stored
-    largest = comparable.abs().amax(-1)
+        largest = stored.abs().amax(-1)
     if not torch.isfinite(largest).all() or not (largest > 0).all():
         raise ValueError("a zero or non-finite hidden state")
     return stored, scales
@@ -75,14 +77,17 @@ def decompress(frame: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
         shape, dtype: of the result; they are not in the frame.
 
     Raises:
-        ValueError: if the frame does not hold that many bytes.
+        ValueError: if the frame does not hold exactly that many bytes.
     """
     import pyarrow as pa
 
     num_elements, width = int(np.prod(shape, dtype=np.int64)), dtype.itemsize
     if num_elements == 0:
         return torch.empty(shape, dtype=dtype)
-    data = pa.Codec("zstd").decompress(frame.numpy(), decompressed_size=num_elements * width)
+    try:
+        data = pa.Codec("zstd").decompress(frame.numpy(), decompressed_size=num_elements * width)
+    except OSError as e:  # also for a frame of another size
+        raise ValueError(f"a frame must hold {num_elements * width} bytes of zstd ({e})") from e
     planes = np.frombuffer(data, np.uint8).reshape(width, num_elements)
     elements = np.empty((num_elements, width), np.uint8)
     for place, plane in enumerate(planes):  # ten times faster than one transposed copy

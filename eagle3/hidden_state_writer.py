@@ -11,17 +11,14 @@ rows waits for both: at most two encoded chunks lie in memory besides the one th
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import BoundedSemaphore
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -40,6 +37,7 @@ from eagle3.hidden_states import (
 )
 from eagle3.remote import file_size, is_remote, move_file, read_bytes, remove_file, write_bytes
 from eagle3.shards import TokenRow, digest_of, row_digest
+from eagle3.staging import Staging
 
 # Uncompressed. Small rows share a frame, since states of a shared prefix repeat from row to row.
 FRAME_BYTES = 1 << 20
@@ -119,6 +117,7 @@ class HiddenStateWriter:
 
         Raises:
             ValueError: if there are no rows.
+            OSError: if another process here is writing this shard, or the place cannot be written or read.
         """
         self.out = str(out).rstrip("/")
         if not rows:
@@ -130,14 +129,17 @@ class HiddenStateWriter:
         self.digest = digest_of(
             str(FORMAT_VERSION), *(row_digest(row) for row in rows), cfg.encoding, json.dumps(info, sort_keys=True)
         )
-        self.entries = self._finished_entries()
+        self.staging = Staging(self.out)
+        try:
+            self.entries = self._finished_entries()
+        except OSError:
+            self.staging.close()
+            raise
         self.frame_of = {row: (c, f) for c, frames in enumerate(self.plan) for f, rows in enumerate(frames) for row in rows}
         self.states: dict[int, Tensor] = {}
         self.frames: dict[tuple[int, int], Future[EncodedFrame]] = {}
         self.chunks: list[Future[None]] = []
         self.room_for_frame, self.room_for_chunk = BoundedSemaphore(4 * ENCODE_THREADS), BoundedSemaphore(CHUNKS_IN_MEMORY)
-        if not is_remote(self.out):
-            _clear_staging(Path(self.out))
         self.encoders = ThreadPoolExecutor(ENCODE_THREADS, "encode-frames", lambda: torch.set_num_threads(1))
         self.saver = ThreadPoolExecutor(1, "write-chunks", lambda: torch.set_num_threads(1))
 
@@ -175,21 +177,22 @@ class HiddenStateWriter:
         try:
             for chunk in self.chunks:
                 chunk.result()
+            assert len(self.entries) == len(self.plan), "every row must be added before the shard is closed"
+            manifest = self._manifest()
+            write_bytes(f"{self.out}/{MANIFEST_NAME}", json.dumps(manifest, indent=1).encode())
+            for number in range(len(self.plan)):
+                remove_file(self._entry_place(number))
+            if not is_remote(self.out):
+                _remove_others(Path(self.out), {entry["file"] for entry in self.entries.values()})
+            return manifest
         finally:
             self.stop()
-        assert len(self.entries) == len(self.plan), "every row must be added before the shard is closed"
-        manifest = self._manifest()
-        write_bytes(f"{self.out}/{MANIFEST_NAME}", json.dumps(manifest, indent=1).encode())
-        for number in range(len(self.plan)):
-            remove_file(self._entry_place(number))
-        if not is_remote(self.out):
-            _remove_others(Path(self.out), {entry["file"] for entry in self.entries.values()})
-        return manifest
 
     def stop(self) -> None:
-        """End the threads once all chunks that have their rows are written: they stay for the next attempt."""
+        """End the threads once all chunks that have their rows are written, which stay for the next attempt, and let it begin."""
         self.saver.shutdown()
         self.encoders.shutdown(cancel_futures=True)
+        self.staging.close()
 
     def _raise_failure(self) -> None:
         futures: list[Future[Any]] = [*self.frames.values(), *self.chunks]
@@ -254,7 +257,7 @@ class HiddenStateWriter:
         for kind in ("aux", "last"):
             parts = [getattr(frame, kind) for frame in frames]
             if self.cfg.compression == "zstd":
-                tensors[kind] = torch.from_numpy(np.frombuffer(b"".join(parts), np.uint8).copy())
+                tensors[kind] = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
                 tensors[f"{kind}_frames"] = torch.tensor([0, *accumulate(len(p) for p in parts)])
             else:
                 tensors[kind] = torch.cat(parts)
@@ -272,11 +275,7 @@ class HiddenStateWriter:
             "num_aux": self.num_aux,
             "hidden_size": self.hidden_size,
         }
-        if not is_remote(self.out):
-            Path(self.out).mkdir(parents=True, exist_ok=True)
-        # On the shard's own disk, where it is moved without a copy; dot files are no part of a directory for Flyte's uploads.
-        with TemporaryDirectory(prefix=".chunk-", dir=None if is_remote(self.out) else self.out) as staging:
-            path = Path(staging) / "chunk"
+        with self.staging.file() as path:
             # One key: safetensors writes several in random order, and equal chunks are to be equal files.
             save_file(tensors, path, {"states": json.dumps(states)})
             path.chmod(0o644)  # safetensors makes files that only their owner reads
@@ -310,10 +309,11 @@ class HiddenStateWriter:
             sidecar = json.loads(text or b"{}")
             entry: dict[str, Any] = sidecar["entry"]
             check_entry(entry)
+            same = (sidecar["digest"], entry["sample_ids"]) == (self.digest, sample_ids)
         except (ValueError, KeyError, TypeError):
             return None
         place = f"{self.out}/{entry['file']}"
-        if sidecar["digest"] != self.digest or entry["sample_ids"] != sample_ids or file_size(place) != entry["bytes"]:
+        if not same or file_size(place) != entry["bytes"]:
             return None
         # A local file may have been torn by a crash of the machine; a store takes objects whole.
         return entry if is_remote(place) or file_sha256(place) == entry["sha256"] else None
@@ -337,12 +337,6 @@ class HiddenStateWriter:
             "checks": checks,
             "chunks": entries,
         }
-
-
-def _clear_staging(out: Path) -> None:
-    """Remove what a killed attempt was writing."""
-    for staging in out.glob(".chunk-*"):
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _remove_others(out: Path, files: set[str]) -> None:

@@ -141,6 +141,7 @@ def check_entry(chunk: dict[str, Any]) -> None:
         raise ValueError(f"{chunk['file']} must have rows of at least one token")
     if len(chunk["lengths"]) != len(chunk["sample_ids"]):
         raise ValueError(f"{chunk['file']} has {len(chunk['lengths'])} lengths but {len(chunk['sample_ids'])} sample ids")
+    dict(chunk["checks"])
 
 
 def read_manifest(shard_dir: str | Path) -> dict[str, Any]:

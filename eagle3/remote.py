@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 
@@ -51,6 +51,13 @@ def try_often(action: Callable[[], T], url: str, stopped: threading.Event | None
     raise AssertionError
 
 
+def _store_of(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path in it."""
+    # Everywhere else a directory is there once something lies in it.
+    store, path = fsspec.core.url_to_fs(url, **({"auto_mkdir": True} if url.startswith("file://") else {}))
+    return store, path
+
+
 def read_bytes(place: str) -> bytes | None:
     """What a file holds; None if there is none.
 
@@ -59,7 +66,7 @@ def read_bytes(place: str) -> bytes | None:
     """
 
     def read() -> bytes:
-        store, path = fsspec.core.url_to_fs(place)
+        store, path = _store_of(place)
         return bytes(store.cat_file(path))
 
     try:
@@ -72,7 +79,7 @@ def file_size(place: str) -> int | None:
     """Size in bytes; None if there is no such file."""
 
     def look() -> int:
-        store, path = fsspec.core.url_to_fs(place)
+        store, path = _store_of(place)
         store.invalidate_cache()
         return int(store.info(path)["size"])
 
@@ -83,15 +90,24 @@ def file_size(place: str) -> int | None:
 
 
 def write_bytes(place: str, data: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: if that cannot be done; names it.
+    """
     if not is_remote(place):
         part = Path(f"{place}.part")
-        part.write_bytes(data)
-        part.replace(place)
+        try:
+            part.write_bytes(data)
+            part.replace(place)
+        except OSError as e:  # a full disk's does not say which file
+            with suppress(OSError):
+                part.unlink()
+            raise OSError(f"{place} could not be written ({e}); check the free disk space and run again") from e
         return
 
     def write() -> None:
-        store, path = fsspec.core.url_to_fs(place)
+        store, path = _store_of(place)
         store.pipe_file(path, data)
 
     try_often(write, place)
@@ -108,7 +124,7 @@ def move_file(path: Path, place: str) -> None:
         return
 
     def put() -> None:
-        store, remote_path = fsspec.core.url_to_fs(place)
+        store, remote_path = _store_of(place)
         store.put_file(str(path), remote_path)
 
     try_often(put, place)
@@ -125,7 +141,7 @@ def remove_file(place: str) -> None:
         return
 
     def remove() -> None:
-        store, path = fsspec.core.url_to_fs(place)
+        store, path = _store_of(place)
         store.rm_file(path)
 
     with suppress(FileNotFoundError):

@@ -1,14 +1,29 @@
-"""Hidden-state shards for tests and benchmarks: rows and their states, written in order."""
+"""Rows, their states and hidden-state shards for tests and benchmarks."""
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from eagle3.config import ExtractConfig
 from eagle3.hidden_state_writer import HiddenStateWriter
 from eagle3.shards import TokenRow
+
+# Odd sizes, one token, nothing supervised, everything supervised, two turns.
+MASKS = ["0", "1", "0111011", "000", "11", "0110"]
+
+
+def token_rows(masks: list[str] = MASKS) -> list[TokenRow]:
+    """Rows id-0, id-1 … with these loss masks; all their tokens differ while masks have at most ten."""
+    return [TokenRow(f"id-{i}", "train", [10 * i + p for p in range(len(m))], [c == "1" for c in m]) for i, m in enumerate(masks)]
+
+
+def states_of(row: TokenRow, num_aux: int, hidden_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """States [T, A + 1, H] that are the same whenever they are asked for."""
+    generator = torch.Generator().manual_seed(len(row.token_ids) + row.token_ids[0])
+    return torch.randn(len(row.token_ids), num_aux + 1, hidden_size, generator=generator).to(dtype)
 
 
 def write_hidden_states(
