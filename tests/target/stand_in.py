@@ -52,8 +52,9 @@ class StandIn(ThreadingHTTPServer):
         self.in_flight = self.most_in_flight = 0
         self.seconds_an_answer = 0.0
         self.dies_after: int | None = None
-        self.metrics = ""
+        self.metrics: Callable[[], str] = lambda: ""
         self.states_dir: Path | None = None
+        self.most_files = 0
         self.layer_ids = [1, 3, DEPTH]
         self.write: Callable[[Path, dict[str, Tensor]], None] = lambda path, tensors: save_file(tensors, path)
 
@@ -72,6 +73,7 @@ class StandIn(ThreadingHTTPServer):
         path = self.states_dir / f"cmpl-{request['request_id']}-0-{len(self.requests):08x}.safetensors"
         lock = open(f"{path}.lock", "wb")  # noqa: SIM115  # closed by the writer
         fcntl.flock(lock, fcntl.LOCK_EX)
+        self.most_files = max(self.most_files, len(list(self.states_dir.glob("*.lock"))))
         tensors = {"hidden_states": own_states(request["prompt"], self.layer_ids), "token_ids": torch.tensor(request["prompt"])}
         tensors["layer_ids"] = torch.tensor(self.layer_ids)
 
@@ -100,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/models":
             self.reply(self.server.models)
         else:
-            self.reply(self.server.metrics)
+            self.reply(self.server.metrics())
 
     def do_POST(self) -> None:
         server = self.server
@@ -174,7 +176,7 @@ def hang(seconds: float) -> Fault:
 
     def late(handler: Handler, request: dict[str, Any]) -> None:
         time.sleep(seconds)
-        handler.close_connection = True
+        answer(handler, request)
 
     return late
 

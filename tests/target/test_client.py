@@ -30,6 +30,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(client, "LONGEST_PAUSE_S", 0.01)
     monkeypatch.setattr(client, "READ_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(client, "READ_TIMEOUT_PER_TOKEN_S", 0.0)
     monkeypatch.delenv(client.KEY_VARIABLE, raising=False)
 
 

@@ -144,7 +144,7 @@ def test_a_server_that_dies_in_the_middle_ends_the_call(server: StandIn, target:
         engine(server, target).generate(PROMPTS, **GREEDY)
 
 
-def test_drafts_are_counted_from_the_metrics(server: StandIn, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_counted_from_the_metrics(server: StandIn, target: Path) -> None:
     def metrics(drafts: int, first: int, second: int) -> str:
         return (
             "# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.\n"
@@ -156,12 +156,7 @@ def test_drafts_are_counted_from_the_metrics(server: StandIn, target: Path, monk
         )
 
     assert draft_counts(metrics(9, 5, 2) * 2) == {"drafts": 18, "accepted_tokens": 14, 0: 10, 1: 4}
-    told = iter([metrics(100, 50, 20), metrics(109, 55, 22)])
-
-    async def next_metrics(self: Any) -> str:
-        return next(told)
-
-    monkeypatch.setattr(client.ServerClient, "metrics", next_metrics)
+    server.metrics = iter([metrics(100, 50, 20), metrics(109, 55, 22)]).__next__
     made = engine(server, target).generate([[3]], **GREEDY)
     assert (made["num_drafts"], made["num_accepted_tokens"], made["accepted_per_position"]) == (9, 7, [5, 2])
 
@@ -293,10 +288,11 @@ def test_a_failure_of_the_taker_ends_the_capture_and_leaves_no_files(server: Sta
 
 def test_a_server_that_captures_may_generate_and_its_files_are_deleted(server: StandIn, target: Path) -> None:
     server.states_dir = target / "states"
-    server.metrics = 'vllm:spec_decode_num_drafts_total{engine="0"} 3.0\n'
+    server.metrics = lambda: f'vllm:spec_decode_num_drafts_total{{engine="0"}} {len(server.requests)}.0\n'
     made = engine(server, target).generate(PROMPTS, **GREEDY)
     assert [a["token_ids"] for a in made["answers"]] == [own_words(p, 5) for p in PROMPTS]
     assert (made["num_drafts"], list((target / "states").iterdir())) == (0, [])
+    assert server.most_files <= 2 * ENGINE.max_num_seqs
     server.faults = [elsewhere]
     with pytest.raises(ValueError, match="without --kv-transfer-config"):
         engine(server, target).generate([[3]], **{**GREEDY, "max_new_tokens": 1})
