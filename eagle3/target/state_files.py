@@ -26,6 +26,8 @@ USUAL_DIR = "/dev/shm/eagle3-states"
 # A finished request's states are written at once; a lock held for longer belongs to a writer that hangs.
 WRITER_TIMEOUT_S = 60.0
 POLL_S = 0.005
+# A file is read within seconds; after an hour its reader is gone.
+ORPHAN_AGE_S = 3600.0
 
 
 def serve_line(target_dir: str | Path, layer_ids: list[int], engine: EngineConfig, shared_dir: str | Path = USUAL_DIR) -> str:
@@ -134,8 +136,9 @@ def remove(path: str) -> None:
 
 
 def sweep(directories: set[Path], session: str) -> None:
-    """Delete what the server wrote for requests of this session that nobody read: asked twice, or given up."""
+    """Delete what the server wrote and nobody read: for this session, and, an hour old, for sessions that were killed."""
     for directory in directories:
-        for path in directory.glob(f"cmpl-{session}-*"):
+        for path in directory.glob("cmpl-eagle3-*"):
             with suppress(OSError):  # not worth a run whose states are all here
-                path.unlink()
+                if path.name.startswith(f"cmpl-{session}-") or time.time() - path.stat().st_mtime > ORPHAN_AGE_S:
+                    path.unlink()

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import shlex
 import threading
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -179,16 +181,20 @@ def test_states_are_handed_on_with_the_last_layer_behind(
     )
 
 
-def test_files_of_requests_asked_twice_are_deleted_too(server: StandIn, target: Path) -> None:
+def test_files_that_nobody_read_are_deleted_and_other_peoples_are_not(server: StandIn, target: Path) -> None:
     def answer_gets_lost(handler: Any, request: dict[str, Any]) -> None:
         server.write_states(request)
         lost(handler, request)
 
     (target / "states").mkdir()
-    (target / "states" / "cmpl-other.safetensors").touch()
+    for name, age_s in {"eagle3-killed-1": 7200, "eagle3-alive-1": 60, "of-somebody": 7200}.items():
+        path = target / "states" / f"cmpl-{name}.safetensors"
+        path.touch()
+        os.utime(path, (time.time() - age_s,) * 2)
     server.faults = [answer_gets_lost, answer_gets_lost]
     assert len(capture(server, target)) == len(ROWS)
-    assert [p.name for p in (target / "states").iterdir()] == ["cmpl-other.safetensors"]
+    kept = ["cmpl-eagle3-alive-1.safetensors", "cmpl-of-somebody.safetensors"]
+    assert sorted(p.name for p in (target / "states").iterdir()) == kept
 
 
 def test_rows_wait_for_room_and_reach_one_thread_at_a_time(
@@ -275,7 +281,7 @@ def test_a_writer_that_never_ends_is_given_up(server: StandIn, tmp_path: Path) -
         asyncio.run(written(path, timeout_s=0.1))
 
 
-def test_a_failure_of_the_taker_ends_the_capture_and_leaves_no_files(server: StandIn, target: Path) -> None:
+def test_a_failure_of_the_taker_ends_the_capture(server: StandIn, target: Path) -> None:
     server.states_dir = target / "states"
 
     def add(index: int, states: Tensor, token: int) -> None:
