@@ -1,0 +1,263 @@
+"""A running vLLM server of the user's as an engine: generates answers, or captures the hidden states that it writes to files.
+
+Requests carry no seed, since a CPU build ends with the first seeded request. At temperature 0 answers repeat as far as the
+server's arithmetic does, which depends on the rows it happens to batch; above that they differ from run to run.
+"""
+
+import asyncio
+import json
+import logging
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from eagle3.config import EngineConfig
+from eagle3.shards import BYTES_PER_ELEMENT, TokenRow
+from eagle3.target.capture import IN_FLIGHT_BYTES, Add
+from eagle3.target.client import Completion, ServedModel, ServerClient, run_bounded
+from eagle3.target.properties import end_of_turn_ids
+from eagle3.target.state_files import RowStates, captured_ids, remove, serve_line, sweep, take, written
+
+logger = logging.getLogger(__name__)
+
+# A server that is there answers at once: four attempts in four seconds.
+START_ATTEMPTS = 4
+# What a request leaves open, the server fills from the target's generation_config.json; an engine of ours does not.
+NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+DRAFT_COUNTER = re.compile(
+    r"^vllm:spec_decode_num_(drafts|accepted_tokens|accepted_tokens_per_pos)_total\{(.*)\} (\S+)$", re.MULTILINE
+)
+
+
+class ServerEngine:
+    """The same two jobs as VllmEngine, by HTTP. `settings` as eagle3.target.engine sends them, with `server_url`.
+
+    Raises:
+        ValueError: if the server does not answer, does not serve exactly one model or has no room for `engine.max_model_len`.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.target_dir: str = settings["target_dir"]
+        self.layer_ids: list[int] | None = settings["layer_ids"]
+        self.config: dict[str, Any] = settings["engine"]
+        self.dtype: str = self.config["dtype"]
+        self.url: str = settings["server_url"]
+        self.model = json.loads((Path(self.target_dir) / "config.json").read_text())
+        self.max_in_flight = 2 * int(self.config["max_num_seqs"])
+        self.captured = captured_ids(self.layer_ids or [], self.target_dir)
+        self.warned_of_layers = False
+        if settings["draft_dir"] is not None:
+            raise ValueError(f"the server at {self.url} cannot load a draft for one call; leave its URL out to evaluate drafts")
+        try:
+            self.version, self.served = asyncio.run(self._introduction())
+        except RuntimeError as e:
+            raise ValueError(str(e)) from None
+
+    async def _introduction(self) -> tuple[str, ServedModel]:
+        async with ServerClient(self.url, max_attempts=START_ATTEMPTS) as client:
+            version, models = await client.version(), await client.models()
+        if len(models) != 1:
+            raise ValueError(
+                f"the server at {self.url} must serve exactly one model, got {[m.id for m in models]}; start one with the target "
+                "alone, without adapters"
+            )
+        needed = self.config["max_model_len"] + (self.layer_ids is not None)
+        if (models[0].max_model_len or 0) < needed:
+            raise ValueError(
+                f"the server at {self.url} must take {needed} tokens, it takes {models[0].max_model_len}; start it with "
+                f"--max-model-len {needed}, or lower engine.max_model_len (capturing needs one token more than that)"
+            )
+        return version, models[0]
+
+    def describe(self) -> dict[str, Any]:
+        """What the server says of itself and what is known of the target, for the manifest."""
+        return {
+            "engine": "vllm server",
+            "engine_version": f"vllm {self.version}",
+            "dtype": self.dtype,
+            "last_layer_id": self.model["num_hidden_layers"],
+            "server_model": self.served.id,
+            "server_root": self.served.root,
+            "server_max_model_len": self.served.max_model_len,
+        }
+
+    def generate(
+        self, prompts: list[list[int]], *, temperature: float, top_p: float, max_new_tokens: int, seed: int, ignore_eos: bool
+    ) -> dict[str, Any]:
+        """Answer every prompt; a Generation as a dict. Its draft counts are the server's, other clients' requests included."""
+        if temperature > 0:
+            logger.warning("seed %d is not used: a server samples with its own, so these answers differ from run to run", seed)
+        sampling = {
+            **NEUTRAL,
+            "temperature": temperature,
+            "top_p": top_p,
+            "ignore_eos": ignore_eos,
+            "stop_token_ids": [] if ignore_eos else end_of_turn_ids(self.target_dir),
+        }
+        return asyncio.run(self._generate(prompts, max_new_tokens, sampling))
+
+    async def _generate(self, prompts: list[list[int]], max_new_tokens: int, sampling: dict[str, Any]) -> dict[str, Any]:
+        answers: dict[int, dict[str, Any]] = {}
+        counts: Counter[str | int] = Counter()
+        async with _Session(self.url, self.max_in_flight) as session:
+            counts.subtract(draft_counts(await session.client.metrics()))
+            start = time.perf_counter()
+            with tqdm(total=len(prompts) * max_new_tokens, desc="generate", unit="tok", delay=2, mininterval=1) as bar:
+
+                async def answer(i: int) -> None:
+                    # An engine of ours ends answers at engine.max_model_len, a server refuses what may grow beyond its own.
+                    wanted = min(max_new_tokens, self.config["max_model_len"] - len(prompts[i]))
+                    completion = await session.complete(self.served.id, prompts[i], wanted, i, sampling)
+                    await self._discard_states(completion)
+                    answers[i] = {"token_ids": completion.token_ids, "finish_reason": completion.finish_reason}
+                    bar.total = bar.n + len(completion.token_ids) + (len(prompts) - len(answers)) * max_new_tokens
+                    bar.set_postfix_str(f"{len(answers)}/{len(prompts)} answers", refresh=False)
+                    bar.update(len(completion.token_ids))
+
+                await run_bounded(range(len(prompts)), answer, self.max_in_flight)
+            seconds = time.perf_counter() - start
+            counts.update(draft_counts(await session.client.metrics()))
+            if session.directories:  # a server that captures counts drafts that nobody made
+                counts.clear()
+        return {
+            "answers": [answers[i] for i in range(len(prompts))],
+            "seconds": seconds,
+            "generated_tokens": sum(len(a["token_ids"]) for a in answers.values()),
+            "num_drafts": counts["drafts"],
+            "num_accepted_tokens": counts["accepted_tokens"],
+            "accepted_per_position": [counts[k] for k in sorted(k for k in counts if isinstance(k, int))],
+        }
+
+    async def _discard_states(self, completion: Completion) -> None:
+        """One server may capture and generate: then it writes the states of these prompts too, which nobody wants."""
+        path = completion.hidden_states_path
+        if path is not None:
+            lock = await self._lock(path, lambda: "or take one without --kv-transfer-config for answers")
+            lock.close()
+            remove(path)
+
+    def capture(self, rows: list[TokenRow], layer_ids: list[int], add: Add) -> int:
+        """Hand every row's states to `add`, from one other thread; returns the tokens that the server found in its cache.
+
+        Raises:
+            ValueError: if the server does not write the states of these layers to files that can be read here.
+            RuntimeError: if it fails, or a file holds something else than was asked for.
+        """
+        assert layer_ids == self.layer_ids
+        return asyncio.run(self._capture(rows, add))
+
+    async def _capture(self, rows: list[TokenRow], add: Add) -> int:
+        sampling = {**NEUTRAL, "temperature": 0.0, "ignore_eos": True}
+        bytes_per_token = len(self.captured) * self.model["hidden_size"] * BYTES_PER_ELEMENT[self.dtype]
+        cached_tokens = 0
+        loop = asyncio.get_running_loop()
+        bar = tqdm(total=sum(len(r.token_ids) for r in rows), desc="extract", unit="tok", mininterval=1, delay=2)
+        async with _Session(self.url, self.max_in_flight) as session:
+            with bar, ThreadPoolExecutor(1, "hidden-states-reader") as reader:
+
+                async def capture_row(i: int) -> None:
+                    nonlocal cached_tokens
+                    completion = await session.complete(self.served.id, rows[i].token_ids, 1, i, sampling)
+                    if completion.hidden_states_path is None:
+                        raise ValueError(f"the server at {self.url} writes no hidden states; {self._how_to_serve()}")
+                    lock = await self._lock(completion.hidden_states_path, self._how_to_serve)
+                    await loop.run_in_executor(reader, self._hand_on, i, rows[i], completion, lock, add)
+                    cached_tokens += completion.cached_tokens
+                    bar.update(len(rows[i].token_ids))
+
+                await run_bounded(
+                    range(len(rows)),
+                    capture_row,
+                    self.max_in_flight,
+                    lambda i: len(rows[i].token_ids) * bytes_per_token,
+                    IN_FLIGHT_BYTES,
+                )
+        return cached_tokens
+
+    async def _lock(self, path: str, remedy: Callable[[], str]) -> IO[bytes]:
+        try:
+            return await written(path)
+        except FileNotFoundError:
+            raise ValueError(
+                f"the server at {self.url} writes hidden states to {path}, but {path}.lock is not there for this process; "
+                f"let both see one directory under one name, {remedy()}"
+            ) from None
+
+    def _hand_on(self, index: int, row: TokenRow, completion: Completion, lock: IO[bytes], add: Add) -> None:
+        assert completion.hidden_states_path is not None
+        found = take(completion.hidden_states_path, lock)
+        add(index, self._checked(row, found), completion.token_ids[0])
+
+    def _checked(self, row: TokenRow, found: RowStates) -> Tensor:
+        """[T, A + 1, H] engine dtype: the wanted layers and the last, which may be one of them."""
+        assert self.layer_ids is not None
+        if found.token_ids.tolist() != row.token_ids:
+            raise RuntimeError(f"row {row.sample_id}: the server captured other token ids than it was sent")
+        captured = self.captured
+        came = found.states.shape[1] if found.layer_ids is None else found.layer_ids.tolist()
+        if came != (len(captured) if found.layer_ids is None else captured):
+            raise ValueError(f"the server must capture layers {captured}, it captures {came}; {self._how_to_serve()}")
+        if found.layer_ids is None and not self.warned_of_layers:
+            self.warned_of_layers = True
+            logger.warning(
+                "the server's files do not name their layers, so only their number is checked; they must be %s", captured
+            )
+        shape = (len(row.token_ids), len(captured), self.model["hidden_size"])
+        if tuple(found.states.shape) != shape or found.states.dtype != getattr(torch, self.dtype):
+            raise RuntimeError(
+                f"row {row.sample_id}: its states must be {shape} {self.dtype}, the server wrote {tuple(found.states.shape)} "
+                f"{str(found.states.dtype).removeprefix('torch.')}; {self._how_to_serve()}"
+            )
+        columns = [captured.index(k) for k in [*self.layer_ids, captured[-1]]]
+        return found.states if len(set(columns)) == len(columns) else found.states[:, columns]
+
+    def _how_to_serve(self) -> str:
+        line = serve_line(self.target_dir, self.layer_ids or [], EngineConfig(**self.config))
+        return f"start it, with this package installed beside it, by\n{line}"
+
+
+class _Session:
+    """One call's requests under one id, so that files that nobody read can be told from other calls' and deleted at the end."""
+
+    def __init__(self, url: str, max_in_flight: int) -> None:
+        self.client = ServerClient(url, max_in_flight)
+        self.id = f"eagle3-{uuid.uuid4().hex}"
+        self.directories: set[Path] = set()
+
+    async def __aenter__(self) -> "_Session":
+        await self.client.__aenter__()
+        return self
+
+    async def __aexit__(self, *failure: Any) -> None:
+        sweep(self.directories, self.id)
+        await self.client.__aexit__(*failure)
+
+    async def complete(self, model: str, prompt: list[int], wanted: int, index: int, sampling: dict[str, Any]) -> Completion:
+        """Answer one prompt with `wanted` tokens or an earlier stop."""
+        completion = await self.client.complete(model, prompt, wanted, f"{self.id}-{index}", **sampling)
+        if completion.hidden_states_path is not None:
+            self.directories.add(Path(completion.hidden_states_path).parent)
+        if completion.finish_reason == "length" and len(completion.token_ids) != wanted:
+            raise RuntimeError(
+                f"prompt {index}: {wanted} tokens were asked for, the server at {self.client.url} stopped after "
+                f"{len(completion.token_ids)}; its own limit is lower, start it with --generation-config vllm"
+            )
+        return completion
+
+
+def draft_counts(metrics: str) -> Counter[str | int]:
+    """Speculative rounds as `drafts` and `accepted_tokens`, the latter by draft position 0 … k - 1 too, from Prometheus text."""
+    counts: Counter[str | int] = Counter()
+    for name, labels, value in DRAFT_COUNTER.findall(metrics):
+        position = re.search(r'position="(\d+)"', labels)
+        counts[int(position.group(1)) if position else name] += int(float(value))
+    return counts

@@ -1,0 +1,166 @@
+"""A real vLLM server, started by the very command line that users are given, against transformers: states, answers, refusals."""
+
+import os
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eagle3.shards import TokenRow
+from eagle3.target.client import KEY_VARIABLE
+from eagle3.target.server_engine import ServerEngine
+from eagle3.target.state_files import serve_line
+from tests.engine.test_capture_and_generate import (
+    CHUNKED,
+    END,
+    LAYER_IDS,
+    TOLERANCE,
+    expected_states,
+    largest_error,
+    random_rows,
+    save_target,
+)
+
+pytestmark = pytest.mark.engine
+
+START_TIMEOUT_S = 180
+# vLLM on a CPU spawns its engine, which then imports everything a second time: 47 s until the first answer. Forked, 22 s.
+FORKING = """
+import gc, multiprocessing, runpy
+gc.disable()
+from vllm.utils import system_utils
+system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+import vllm.v1.worker.cpu_worker
+gc.freeze()
+runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+"""
+# The engine inside one process, one thread, no compilation, a small cache, and no tokenizer, which the target lacks.
+SMALL = (
+    "--distributed-executor-backend uni --enforce-eager --block-size 32 --kv-cache-memory-bytes 67108864 --skip-tokenizer-init "
+    "--host 127.0.0.1"
+)
+QUIET = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server, its target and the directory of its files."""
+
+    url: str
+    key: str
+    model: PreTrainedModel
+    target_dir: Path
+    states_dir: Path
+
+    def engine(self, layer_ids: list[int]) -> ServerEngine:
+        settings = {"target_dir": str(self.target_dir), "layer_ids": layer_ids, "draft_dir": None, "num_speculative_tokens": 0}
+        return ServerEngine({**settings, "engine": CHUNKED.model_dump(), "server_url": self.url})
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path = tmp_path_factory.mktemp("server")
+    model = save_target(path / "target", "llama")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = Server(f"http://127.0.0.1:{port}", secrets.token_hex(16), model, path / "target", path / "states")
+    variable, python, *_, arguments = serve_line(server.target_dir, LAYER_IDS, CHUNKED, server.states_dir).split(" ", 4)
+    assert python == "python"
+    command = [sys.executable, "-c", FORKING, *shlex.split(f"{arguments} {SMALL} --port {port}")]
+    environment = {**os.environ, **QUIET, "VLLM_API_KEY": server.key, **dict([variable.split("=")])}
+    with open(path / "log", "w+") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            wait_until_healthy(process, server.url, path / "log")
+            yield server
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    end = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.2)
+    pytest.fail(f"the server did not start:\n{log.read_text()[-4000:]}")
+
+
+@pytest.fixture
+def server(running: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.setenv(KEY_VARIABLE, running.key)
+    return running
+
+
+def test_the_servers_states_are_the_models(server: Server) -> None:
+    rows = random_rows()
+    found: dict[int, tuple[Tensor, int]] = {}
+    engine = server.engine(LAYER_IDS)
+    cached = engine.capture(rows, LAYER_IDS, lambda i, states, token: found.update({i: (states, token)}))
+    assert cached > 0
+    assert sorted(found) == list(range(len(rows)))
+    for i, row in enumerate(rows):
+        states, next_tokens = expected_states(server.model, row)
+        for layer in range(len(LAYER_IDS) + 1):
+            assert largest_error(found[i][0][:, layer], states[:, layer]) < TOLERANCE, (row.sample_id, layer)
+        assert found[i][1] == int(next_tokens[-1])
+    assert list(server.states_dir.iterdir()) == []
+    assert engine.describe()["engine_version"].startswith("vllm 0.")
+    assert engine.describe()["server_root"] == str(server.target_dir)
+
+
+def test_the_servers_greedy_answers_are_the_models_own(server: Server) -> None:
+    engine = server.engine(LAYER_IDS)
+    prompts = [r.token_ids[:40] for r in random_rows()]
+    greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 24, "seed": 0}
+    made = engine.generate(prompts, ignore_eos=False, **greedy)
+    for prompt, given in zip(prompts, made["answers"], strict=True):
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + 24 and tokens[len(prompt) :][-1:] != [END]:
+            with torch.no_grad():
+                tokens.append(int(server.model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        assert given == {"token_ids": tokens[len(prompt) :], "finish_reason": "stop" if tokens[-1] == END else "length"}
+    assert {a["finish_reason"] for a in made["answers"]} == {"stop", "length"}
+    assert made["num_drafts"] == 0
+    endless = engine.generate(prompts, ignore_eos=True, **greedy)
+    assert {len(a["token_ids"]) for a in endless["answers"]} == {24}
+    sampled = [engine.generate(prompts, ignore_eos=False, **{**greedy, "temperature": 1.0})["answers"] for _ in range(2)]
+    assert sampled[0] != sampled[1]
+    assert len(engine.generate([[5] * 120], ignore_eos=True, **greedy)["answers"][0]["token_ids"]) == 8
+    assert list(server.states_dir.iterdir()) == []
+
+
+def test_a_wrong_key_other_layers_and_long_prompts_are_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = [0, 2, 3]
+    with pytest.raises(ValueError, match=r"must capture layers \[0, 2, 3, 4\], it captures \[0, 1, 3, 4\]"):
+        server.engine(other).capture(random_rows(), other, lambda *row: None)
+    too_long = TokenRow("long", "test", [1] * 129, [True] * 129)
+    with pytest.raises(ValueError, match="refused /v1/completions: 400 .*max_tokens"):
+        server.engine(LAYER_IDS).capture([too_long], LAYER_IDS, lambda *row: None)
+    assert list(server.states_dir.iterdir()) == []
+    monkeypatch.setenv(KEY_VARIABLE, "wrong")
+    with pytest.raises(ValueError, match=f"401 .*Unauthorized.*{KEY_VARIABLE}"):
+        server.engine(LAYER_IDS)
