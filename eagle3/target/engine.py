@@ -342,7 +342,7 @@ def _environment(library: str) -> dict[str, str]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
     # Targets are directories by now: nothing has to be asked of a hub.
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if library == "transformers":
+    if library != "vllm":
         return env
     env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
     # vLLM warns of settings that are chosen here on purpose; its errors come back as exceptions.

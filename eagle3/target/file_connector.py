@@ -15,15 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     extract_from_kv_cache,
 )
 
-
-class _Done:
-    """What a CUDA event is to an asynchronous copy, for a copy that is already done."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
+from eagle3.target.handover import Copied
 
 
 class HiddenStatesFileConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
@@ -42,8 +34,8 @@ class HiddenStatesFileConnector(ExampleHiddenStatesConnector):  # type: ignore[m
         states = extract_from_kv_cache(self._kv_cache, slots, length).contiguous()
         tensors = {"hidden_states": states, "token_ids": pending.token_ids.clone()}
         lock = self._lock_fds.pop(pending.req_id, None)
-        written = self._executor.submit(self._write_tensors, tensors, _Done(), pending.filename, lock)
-        self._req_copy_events[pending.req_id] = _Done()
+        written = self._executor.submit(self._write_tensors, tensors, Copied(), pending.filename, lock)
+        self._req_copy_events[pending.req_id] = Copied()
         self._req_futures[pending.req_id] = written
         written.add_done_callback(partial(self._on_write_done, pending.req_id))
 

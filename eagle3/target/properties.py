@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
 
 def aux_layer_ids(wanted: list[int], num_layers: int) -> list[int]:
     """Choose the aux layers: the wanted ones, or a low, a middle and a high one.

@@ -21,10 +21,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle3.config import EngineConfig
-from eagle3.shards import BYTES_PER_ELEMENT, TokenRow
+from eagle3.shards import TokenRow
 from eagle3.target.capture import IN_FLIGHT_BYTES, Add
 from eagle3.target.client import Completion, ServedModel, ServerClient, run_bounded
-from eagle3.target.properties import end_of_turn_ids
+from eagle3.target.properties import DTYPE_BYTES, end_of_turn_ids
 from eagle3.target.state_files import RowStates, captured_ids, remove, serve_line, sweep, take, written
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class ServerEngine:
 
     async def _capture(self, rows: list[TokenRow], add: Add) -> int:
         sampling = {**NEUTRAL, "temperature": 0.0, "ignore_eos": True}
-        bytes_per_token = len(self.captured) * self.model["hidden_size"] * BYTES_PER_ELEMENT[self.dtype]
+        bytes_per_token = len(self.captured) * self.model["hidden_size"] * DTYPE_BYTES[self.dtype]
         cached_tokens = 0
         loop = asyncio.get_running_loop()
         bar = tqdm(total=sum(len(r.token_ids) for r in rows), desc="extract", unit="tok", mininterval=1, delay=2)

@@ -18,12 +18,11 @@ from vllm.sampling_params import RequestOutputKind
 from eagle3.shards import TokenRow
 from eagle3.target.capture import Add, capture_with_vllm
 from eagle3.target.handover import Receiver
-from eagle3.target.properties import end_of_turn_ids
+from eagle3.target.properties import DTYPE_BYTES, end_of_turn_ids
 
 # A CPU engine's default block of 128 tokens is longer than most shared prompts, so nothing would be cached; its kernels want
 # multiples of 32.
 CPU_BLOCK_SIZE = 32
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GENERATED = "vllm:generation_tokens"
 WARM_UP_PROMPTS, WARM_UP_TOKENS = 4, 4
 

@@ -21,7 +21,7 @@ gc.disable()
 
 
 def main(library: str) -> None:
-    """Serve engines of one library, "vllm" or "transformers", one after the other, until stdin closes."""
+    """Serve engines of one library, "vllm", "transformers" or "httpx" (servers), one after the other, until stdin closes."""
     replies = _claim_stdout()
     _import(library)
     gc.freeze()
@@ -48,6 +48,10 @@ def _claim_stdout() -> TextIO:
 def _import(library: str) -> None:
     if library == "transformers":
         import eagle3.target.reference
+
+        return
+    if library == "httpx":
+        import eagle3.target.server_engine
 
         return
     import vllm
@@ -88,6 +92,10 @@ def _exit_with_parent() -> None:
 
 
 def _build(settings: dict[str, Any]) -> Any:
+    if settings["server_url"]:
+        from eagle3.target.server_engine import ServerEngine
+
+        return ServerEngine(settings)
     if settings["engine"]["engine"] == "transformers":
         from eagle3.target.reference import ReferenceEngine
 
