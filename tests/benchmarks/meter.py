@@ -7,6 +7,7 @@ the next: data, forward, backward, clipping, update, log. For runs with one opti
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,14 @@ def peak_rss_bytes() -> int:
     """Peak resident memory of this process so far (VmHWM; ru_maxrss would count the parent's from before exec)."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) << 10
+
+
+def tree_cpu_s(pid: int) -> float:
+    """User and system seconds so far of a process, its threads, its living descendants and its children that have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    children = [child for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+    return own + sum(tree_cpu_s(int(child)) for child in children)
 
 
 class StepMeter:
