@@ -132,7 +132,7 @@ def start_sides(answers: Answers) -> dict[str, Side]:
     capture = {"op": "capture", "layer_ids": layer_ids, "info": {}}
 
     def settings(of_engine: EngineConfig, layers: list[int] | None) -> dict[str, Any]:
-        return _settings(answers.target_dir, of_engine, layers, None, 0, 1)
+        return _settings(answers.target_dir, of_engine, layers, None, 0, 1, "")
 
     def storage(side: str) -> dict[str, Any]:
         encoding, compression = CAPTURES[side]
