@@ -9,8 +9,8 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,18 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from eagle3.config import DataConfig
-from eagle3.data.chat import Piece, conversation_pieces, encode_conversations, load_chat_tokenizer, prompt_text, text_spans
-from eagle3.data.conversations import Message, drop_trailing_answer, to_messages
+from eagle3.data.chat import conversation_rows, encode_rows, load_chat_tokenizer, prompt_row, text_spans
+from eagle3.data.conversations import (
+    BadRow,
+    Conversation,
+    Message,
+    Pretokenized,
+    drop_trailing_answer,
+    has_answer,
+    to_conversation,
+)
 from eagle3.data.sources import read_rows
+from eagle3.data.template import Piece
 from eagle3.shards import TokenRow, TokenShardSummary, digest_of, write_token_shard
 
 if TYPE_CHECKING:
@@ -87,7 +96,7 @@ def prepare_shards(
     """
     tokenizer = load_chat_tokenizer(tokenizer_dir)
     num_rows = sum(1 for _ in _read_conversations(train_path, needs_answer=not regenerate))
-    openings = {_opening(messages) for _, messages in _read_conversations(heldout_path, needs_answer=False)}
+    openings = {_opening(c.messages) for _, c in _read_conversations(heldout_path, needs_answer=False)}
     _check_num_shards(train_path, num_rows, num_rows, cfg)
 
     train, heldout = SourceCounts(), SourceCounts()
@@ -128,10 +137,11 @@ def _prepare_rows(
     """Yield the rows of a source that are kept, in source order; `counts` is complete when they are used up."""
     seen: set[str] = set()
     batch: list[tuple[str, list[Piece]]] = []
-    for line, messages in _read_conversations(path, needs_answer=not prompt_only):
+    for line, conversation in _read_conversations(path, needs_answer=not prompt_only):
         counts.read += 1
-        kept = drop_trailing_answer(messages) if prompt_only else messages
-        sample_id = digest_of(json.dumps(kept, sort_keys=True))
+        messages = conversation.messages
+        kept = replace(conversation, messages=drop_trailing_answer(messages) if prompt_only else messages)
+        sample_id = digest_of(json.dumps([kept.messages, kept.tools], sort_keys=True))
         if sample_id in seen:
             counts.dropped["duplicate"] += 1
             continue
@@ -140,11 +150,11 @@ def _prepare_rows(
             counts.dropped["in_heldout"] += 1
             continue
         try:
-            pieces = [Piece(prompt_text(tokenizer, kept), False)] if prompt_only else conversation_pieces(tokenizer, kept)
-        except ValueError as e:
+            rows = [prompt_row(tokenizer, kept)] if prompt_only else conversation_rows(tokenizer, kept)
+        except BadRow as e:
             raise ValueError(f"{path}, line {line}: {e}") from e
-        batch.append((sample_id, pieces))
-        if len(batch) == BATCH_ROWS:
+        batch += [(f"{sample_id}-{i}" if i else sample_id, pieces) for i, pieces in enumerate(rows)]
+        if len(batch) >= BATCH_ROWS:
             yield from _encode_batch(tokenizer, batch, source, cfg, prompt_only, counts)
             batch = []
     yield from _encode_batch(tokenizer, batch, source, cfg, prompt_only, counts)
@@ -158,27 +168,32 @@ def _encode_batch(
     prompt_only: bool,
     counts: SourceCounts,
 ) -> Iterator[TokenRow]:
-    encoded = encode_conversations(tokenizer, [pieces for _, pieces in batch])
-    for (sample_id, _), (token_ids, loss_mask) in zip(batch, encoded, strict=True):
-        num_prompt = loss_mask.index(True) if True in loss_mask else len(loss_mask)
+    encoded = encode_rows(tokenizer, [pieces for _, pieces in batch], None if prompt_only else cfg.max_tokens)
+    for (sample_id, _), row in zip(batch, encoded, strict=True):
+        num_prompt = row.loss_mask.index(True) if True in row.loss_mask else len(row.loss_mask)
         if num_prompt > cfg.max_prompt_tokens:
             counts.dropped["prompt_too_long"] += 1
             continue
-        if prompt_only:
-            yield TokenRow(sample_id, source, token_ids, loss_mask)
+        if row.reason and not prompt_only:
+            counts.dropped[row.reason] += 1
             continue
-        row = TokenRow(sample_id, source, token_ids[: cfg.max_tokens], loss_mask[: cfg.max_tokens])
-        # The first token of an answer is never drafted, so a mask without two neighbours trains nothing.
-        if not any(a and b for a, b in pairwise(row.loss_mask)):
-            counts.dropped["empty_mask"] += 1
-            continue
-        counts.truncated += len(token_ids) > cfg.max_tokens
-        yield row
+        counts.truncated += row.num_cut > 0
+        yield TokenRow(sample_id, source, row.token_ids, row.loss_mask)
 
 
-def _read_conversations(path: str | Path, needs_answer: bool) -> Iterator[tuple[int, list[Message]]]:
+def _read_conversations(path: str | Path, needs_answer: bool) -> Iterator[tuple[int, Conversation]]:
     for line, row in read_rows(path):
-        yield line, to_messages(row, path, line, needs_answer)
+        try:
+            conversation = to_conversation(row)
+        except BadRow as e:
+            raise ValueError(f"{path}, line {line}: {e}") from e
+        if isinstance(conversation, Pretokenized):
+            raise ValueError(f"{path}, line {line}: input_ids are not read here; give messages")
+        if needs_answer and not has_answer(conversation.messages):
+            raise ValueError(
+                f"{path}, line {line}: no assistant text to train on; add an answer or set regenerate.enabled to true"
+            )
+        yield line, conversation
 
 
 def _opening(messages: list[Message]) -> str:

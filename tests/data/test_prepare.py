@@ -9,8 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.config import DataConfig
-from eagle3.data.chat import render_conversation, render_prompt
-from eagle3.data.conversations import to_messages
+from eagle3.data.chat import conversation_rows, encode_rows, render_prompt
+from eagle3.data.conversations import Conversation, Message, to_conversation
 from eagle3.data.prepare import PreparedFiles, prepare_shards
 from eagle3.shards import TokenRow, read_token_shard, summarise_rows
 from tests.data.tiny import train_tokenizer
@@ -54,27 +54,34 @@ def place(tmp_path: Path, tokenizer_dir: Path) -> Workplace:
     return Workplace(tmp_path, tokenizer_dir)
 
 
+def messages_of(row: dict[str, Any]) -> list[Message]:
+    conversation = to_conversation(row)
+    assert isinstance(conversation, Conversation)
+    return conversation.messages
+
+
 def all_rows(prepared: PreparedFiles) -> list[TokenRow]:
     return [row for file in prepared.shards for row in read_token_shard(file.path)]
 
 
 def test_regeneration_keeps_prompts_only(place: Workplace, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = all_rows(place.prepare([{"prompt": "a", "response": "b"}, CHAT]))
-    asked = [to_messages({"prompt": "a"}, "", 0), to_messages(CHAT, "", 0)[:3]]
+    asked = [messages_of({"prompt": "a"}), messages_of(CHAT)[:3]]
     assert [r.token_ids for r in rows] == [render_prompt(tokenizer, m) for m in asked]
     assert not any(any(r.loss_mask) for r in rows)
 
 
 def test_without_regeneration_rows_are_whole_conversations(place: Workplace, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = all_rows(place.prepare([CHAT], regenerate=False))
-    assert [(r.token_ids, r.loss_mask) for r in rows] == [render_conversation(tokenizer, to_messages(CHAT, "", 0))]
+    (expected,) = encode_rows(tokenizer, conversation_rows(tokenizer, Conversation(messages_of(CHAT))))
+    assert [(r.token_ids, r.loss_mask) for r in rows] == [(expected.token_ids, expected.loss_mask)]
 
 
 def test_heldout_rows_are_prompts_in_either_mode(place: Workplace, tokenizer: PreTrainedTokenizerBase) -> None:
     for regenerate in (True, False):
         prepared = place.prepare([CHAT], regenerate, heldout=[{"prompt": "a", "response": "b"}])
         (row,) = read_token_shard(prepared.heldout.path)
-        assert row.token_ids == render_prompt(tokenizer, to_messages({"prompt": "a"}, "", 0))
+        assert row.token_ids == render_prompt(tokenizer, messages_of({"prompt": "a"}))
         assert not any(row.loss_mask)
 
 
@@ -142,7 +149,7 @@ def test_training_rows_that_open_like_a_heldout_prompt_are_dropped_and_counted(p
 
 
 def test_a_prompt_longer_than_the_limit_is_dropped_and_counted(place: Workplace, tokenizer: PreTrainedTokenizerBase) -> None:
-    limit = len(render_prompt(tokenizer, to_messages({"prompt": "aaa"}, "", 0)))
+    limit = len(render_prompt(tokenizer, messages_of({"prompt": "aaa"})))
     rows = [{"prompt": "a" * n, "response": "b" * 50} for n in (1, 3, 4)]
     heldout = [{"prompt": "c" * n} for n in (1, 90)]
     for regenerate in (True, False):
@@ -155,7 +162,7 @@ def test_a_prompt_longer_than_the_limit_is_dropped_and_counted(place: Workplace,
 def test_long_rows_are_truncated_and_counted_and_empty_masks_dropped(
     place: Workplace, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    num_prompt = len(render_prompt(tokenizer, to_messages({"prompt": "a"}, "", 0)))
+    num_prompt = len(render_prompt(tokenizer, messages_of({"prompt": "a"})))
     rows = [{"prompt": "a", "response": "xyz"}, {"prompt": "a", "response": "x"}, {"prompt": "aa", "response": "xyz"}]
     prepared = place.prepare(rows, regenerate=False, max_tokens=num_prompt + 2)
     # "aa" is one token longer: only its first answer token fits, which no loss trains.
