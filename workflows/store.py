@@ -22,6 +22,7 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.local_cache import LocalTaskCache
 from flytekit.models.literals import Literal, LiteralMap
 from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
 
 from workflows import journal
 
@@ -86,9 +87,9 @@ def _lock(path: Path) -> int | None:
         os.close(lock)  # its owner finished and renamed it between the two calls
 
 
-def location(directory: FlyteDirectory) -> str:
-    """Where a directory lies for good, without fetching it: its address in the cluster's storage, or its local path."""
-    return str(directory.remote_source or directory.path)
+def location(output: FlyteDirectory | FlyteFile) -> str:
+    """Where an output lies for good, without fetching it: its address in the cluster's storage, or its local path."""
+    return str(output.remote_source or output.path)
 
 
 def share_credentials() -> None:
