@@ -3,6 +3,8 @@
 pyflyte run workflows/prepare_data.py prepare_shards --inputs-file recipe.yaml
 """
 
+from typing import cast
+
 from flytekit import workflow
 from flytekit.types.file import FlyteFile
 
@@ -63,4 +65,4 @@ def prepare_shards(
         data=data,
         regenerate=found.regenerate,
     )
-    return report_data(run_name=run_name, data=prepared)
+    return cast(PreparedData, report_data(run_name=run_name, data=prepared))

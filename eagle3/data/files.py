@@ -9,7 +9,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import fsspec
 
@@ -84,10 +84,10 @@ def read_file(path: str, name: str) -> Iterator[Record]:
         raise ValueError(f"{path} has no rows; write one JSON object with messages or a prompt on each line")
 
 
-def _read_open_file(file: BinaryIO, kind: str, path: str, name: str) -> Iterator[Record]:
+def _read_open_file(file: Any, kind: str, path: str, name: str) -> Iterator[Record]:
     if kind == "parquet":
         return _read_parquet(file, path, name)
-    buffered = io.BufferedReader(cast(io.RawIOBase, file), BLOCK_SIZE)
+    buffered = io.BufferedReader(file, BLOCK_SIZE)
     head = buffered.peek(BLOCK_SIZE).removeprefix(BYTE_ORDER_MARK).lstrip()
     # What is called .json may hold one object a line as well.
     if kind == "json" and head.startswith(b"["):
@@ -95,7 +95,7 @@ def _read_open_file(file: BinaryIO, kind: str, path: str, name: str) -> Iterator
     return _read_json_lines(buffered, name)
 
 
-def _read_json_lines(file: io.BufferedReader, name: str) -> Iterator[Record]:
+def _read_json_lines(file: Any, name: str) -> Iterator[Record]:
     number = 0
     while line := file.readline(MAX_ROW_BYTES + 1):
         number += 1
@@ -125,7 +125,7 @@ def _parse_line(line: bytes, where: str) -> Record:
     return _record_of(where, row, len(line))
 
 
-def _read_json_list(file: io.BufferedReader, path: str, name: str) -> Iterator[Record]:
+def _read_json_list(file: Any, path: str, name: str) -> Iterator[Record]:
     """Rows of one JSON list, element by element: the text in hand grows only until the next element is whole."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
     buffer, at, number = text.read(BLOCK_SIZE), 0, 0
@@ -165,7 +165,7 @@ def _decode_element(buffer: str, at: int, where: str) -> tuple[Record, int]:
     return _record_of(where, row, end - at), end
 
 
-def _read_parquet(file: BinaryIO, path: str, name: str) -> Iterator[Record]:
+def _read_parquet(file: Any, path: str, name: str) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

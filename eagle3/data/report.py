@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
 from eagle3.data.encode import Outcome
@@ -164,5 +163,5 @@ def _charts(sources: dict[str, dict[str, Any]]) -> str:
 
 def _histogram(title: str, counts: dict[str, Counter[int]], label: str) -> str:
     bins = sorted(set().union(*counts.values()))
-    shares = {escape(name): [c[b] / max(1, c.total()) for b in bins] for name, c in counts.items()}
+    shares = {name: [c[b] / max(1, c.total()) for b in bins] for name, c in counts.items()}
     return bar_chart(title, [label.format(b) for b in bins], shares)
