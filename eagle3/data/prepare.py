@@ -174,7 +174,7 @@ def _encode_batch(
         if num_prompt > cfg.max_prompt_tokens:
             counts.dropped["prompt_too_long"] += 1
             continue
-        if row.reason and not prompt_only:
+        if row.reason:
             counts.dropped[row.reason] += 1
             continue
         counts.truncated += row.num_cut > 0
