@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class EncodedRow(NamedTuple):
     """T token ids and T flags, True on the model's tokens.
 
-    num_cut: tokens cut off at the limit. reason: why the row trains nothing, or "".
+    num_cut: tokens cut off at the limit. reason: why the row cannot be used, or "".
     """
 
     token_ids: list[int]
@@ -92,36 +92,39 @@ def encode_rows(tokenizer: "PreTrainedTokenizerBase", rows: list[list[Piece]], m
         max_tokens: longer rows are cut behind the last answer that fits, or inside the first answer if none fits.
 
     Returns:
-        one for each row, in order. reason is empty_mask where no two neighbours are supervised: the first token of an answer is
-        never drafted. It says so of prompts too.
+        one for each row, in order. reason: empty_mask where a row with answers has no two supervised neighbours, since the first
+        token of an answer is never drafted; merged_pieces where the tokenizer does not keep the pieces apart.
     """
     anchor, num_anchor = _anchor(tokenizer) or ("", 0)
     # A row begins where the text that serving tokenizes begins; the pieces behind must not look like a begin.
     prefixes = [anchor if i else "" for pieces in rows for i in range(len(pieces))]
-    flat = [piece for pieces in rows for piece in pieces]
-    encoded = _encode(tokenizer, [anchor, *(prefix + piece.text for prefix, piece in zip(prefixes, flat, strict=True))])
-    all_ids: list[list[int]] = encoded["input_ids"]
+    texts = [piece.text for pieces in rows for piece in pieces]
+    encoded = _encode(tokenizer, [anchor, *map(str.__add__, prefixes, texts)])
+    anchor_ids, *all_ids = encoded["input_ids"]
     index = 0
     encoded_rows = []
     for pieces in rows:
         token_ids: list[int] = []
         loss_mask: list[bool] = []
         reason = ""
-        for piece, prefix in zip(pieces, prefixes[index : index + len(pieces)], strict=True):
+        for piece in pieces:
+            ids, prefix = all_ids[index], prefixes[index]
             index += 1
-            ids, num_answer = all_ids[index], 0
-            if piece.num_answer == len(piece.text):
-                num_answer = len(ids)
-            elif piece.num_answer:
+            num_answer = len(ids)
+            if piece.num_answer < len(piece.text):
                 # The model's last character belongs to a control token, so no token reaches across it.
-                num_answer = encoded.char_to_token(index, len(prefix) + piece.num_answer - 1) + 1
-            if prefix and ids[:num_anchor] != all_ids[0]:
-                reason = "merged_pieces"
-            num_skipped = num_anchor if prefix else 0
-            num_answer = max(num_answer - num_skipped, 0)
-            token_ids += ids[num_skipped:]
-            loss_mask += [True] * num_answer + [False] * (len(ids) - num_skipped - num_answer)
-        encoded_rows.append(_fit(token_ids, loss_mask, max_tokens, reason))
+                last = encoded.char_to_token(index, len(prefix) + piece.num_answer - 1) if piece.num_answer else -1
+                reason = "merged_pieces" if last is None else reason
+                num_answer = (last or 0) + 1
+            if prefix:
+                reason = reason if ids[:num_anchor] == anchor_ids else "merged_pieces"
+                ids, num_answer = ids[num_anchor:], max(num_answer - num_anchor, 0)
+            token_ids += ids
+            loss_mask += [True] * num_answer + [False] * (len(ids) - num_answer)
+        row = _fit(token_ids, loss_mask, max_tokens)
+        if not reason and any(piece.num_answer for piece in pieces) and b"\1\1" not in bytes(row.loss_mask):
+            reason = "empty_mask"
+        encoded_rows.append(row._replace(reason=reason))
     return encoded_rows
 
 
@@ -155,11 +158,9 @@ def _anchor(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, int] | None:
     return None
 
 
-def _fit(token_ids: list[int], loss_mask: list[bool], max_tokens: int | None, reason: str) -> EncodedRow:
+def _fit(token_ids: list[int], loss_mask: list[bool], max_tokens: int | None) -> EncodedRow:
     size = len(token_ids)
     if max_tokens is not None and size > max_tokens:
         ends = (e for e in range(max_tokens, 0, -1) if loss_mask[e - 1] and not loss_mask[e])
         size = next(ends, max_tokens)
-    mask = loss_mask[:size]
-    trains = b"\1\1" in bytes(mask)
-    return EncodedRow(token_ids[:size], mask, len(token_ids) - size, reason or ("" if trains else "empty_mask"))
+    return EncodedRow(token_ids[:size], loss_mask[:size], len(token_ids) - size, "")

@@ -195,9 +195,9 @@ def _read_calls(value: Any, where: str) -> list[dict[str, Any]]:
     calls = []
     for call in value if isinstance(value, list) else [value]:
         function = call.get("function", call) if isinstance(call, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not name:
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise BadRow("bad_tool_call", f'a tool call in {where} has no name; write {{"name": …, "arguments": …}}')
+        name = function["name"]
         arguments = _parsed(function.get("arguments", function.get("parameters")) or {}, f"arguments of {name}", "bad_tool_call")
         if not isinstance(arguments, dict):
             raise BadRow("bad_tool_call", f"arguments of {name} in {where} must be an object, got {_shown(arguments)}; mend them")

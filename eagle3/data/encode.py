@@ -132,24 +132,21 @@ class RowEncoder:
         return _Draft(outcome, content, conversation_rows(self.tokenizer, kept, task.thinking))
 
     def _take_tokens(self, outcome: Outcome, row: Pretokenized, task: Task) -> _Draft:
-        """Rows that come as tokens: their prompt is what stands before the first token of the target's, their limits the same."""
+        """A row that comes as tokens: its prompt is what stands before the first supervised one."""
         ids, mask = row.token_ids, row.loss_mask
-        outcome = replace(outcome, opening=tokens_key(ids[: _num_prompt(mask)]), turns=_num_answers(mask), format="pretokenized")
         if max(ids) >= self.num_tokens:
             return _dropped(outcome, "bad_token_ids", f"token id {max(ids)} is none of the target's {self.num_tokens}")
+        outcome = replace(outcome, opening=tokens_key(ids[: _num_prompt(mask)]), turns=_num_answers(mask), format="pretokenized")
         if outcome.opening in self.excluded:
             return _dropped(outcome, "in_heldout", "it is a prompt of an evaluation set")
-        end = len(ids)
-        if task.prompt_only and True in mask:
-            end = len(ids) - mask[::-1].index(True)
-            while end and mask[end - 1]:
-                end -= 1
-            mask = [False] * end
-        elif not task.prompt_only:
-            end = min(end, self.cfg.max_tokens)
-        reason = "" if any(a and b for a, b in pairwise(mask[:end])) else "empty_mask"
-        content = digest_of(array("i", ids).tobytes(), bytes(row.loss_mask))
-        return _Draft(outcome, content, tokens=[EncodedRow(ids[:end], mask[:end], len(ids) - end, reason)])
+        if task.prompt_only:
+            end = _last_answer(mask)
+            kept = EncodedRow(ids[:end], [False] * end, 0, "")
+        else:
+            end = min(len(ids), self.cfg.max_tokens)
+            trains = any(a and b for a, b in pairwise(mask[:end]))
+            kept = EncodedRow(ids[:end], mask[:end], len(ids) - end, "" if trains else "empty_mask")
+        return _Draft(outcome, digest_of(array("i", ids).tobytes(), bytes(mask)), tokens=[kept])
 
     def _tokenize(self, rows: list[list[Piece]], task: Task) -> Iterator[EncodedRow]:
         limit = None if task.prompt_only else self.cfg.max_tokens
@@ -169,8 +166,8 @@ class RowEncoder:
             num_prompt = _num_prompt(row.loss_mask)
             if num_prompt > self.cfg.max_prompt_tokens:
                 fault = "prompt_too_long", f"{num_prompt} tokens, more than data.max_prompt_tokens {self.cfg.max_prompt_tokens}"
-            elif row.reason and not task.prompt_only:
-                fault = row.reason, f"nothing can be trained on within {self.cfg.max_tokens} tokens"
+            elif row.reason:
+                fault = row.reason, f"nothing can be made of its first {self.cfg.max_tokens} tokens"
             else:
                 content = draft.content if i == 0 else digest_of(draft.content, str(i))
                 rows.append(TokenRow(f"{outcome.opening}:{content}", task.source, row.token_ids, row.loss_mask))
@@ -191,6 +188,12 @@ def tokens_key(token_ids: Sequence[int]) -> str:
 
 def _num_prompt(loss_mask: list[bool]) -> int:
     return loss_mask.index(True) if True in loss_mask else len(loss_mask)
+
+
+def _last_answer(loss_mask: list[bool]) -> int:
+    """Where the last answer begins; the row's end if there is none."""
+    begins = [i for i, mask in enumerate(loss_mask) if mask and (i == 0 or not loss_mask[i - 1])]
+    return begins[-1] if begins else len(loss_mask)
 
 
 def _num_answers(loss_mask: list[bool]) -> int:

@@ -50,42 +50,48 @@ def write_rows(path: Path, num_rows: int) -> None:
 def process_tree(pid: int) -> Iterator[int]:
     """A process and its descendants."""
     yield pid
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            yield from process_tree(int(child))
+    try:
+        children = [c for f in Path(f"/proc/{pid}/task").glob("*/children") for c in f.read_text().split()]
+    except OSError:  # it has just ended
+        return
+    for child in children:
+        yield from process_tree(int(child))
 
 
-def memory_bytes() -> int:
-    """Proportional set size of this process and its descendants."""
-    total = 0
-    for pid in list(process_tree(os.getpid())):
-        try:
-            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        except OSError:  # it has just ended
-            continue
-        total += int(rollup.split("Pss:")[1].split()[0]) << 10
-    return total
-
-
-class MemorySampler(threading.Thread):
-    """Keeps the peak while it runs."""
+class Sampler(threading.Thread):
+    """Peak memory (proportional set size) and CPU seconds of this process and its descendants, sampled while it runs."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.peak, self.done = 0, threading.Event()
+        self.peak_bytes, self.done = 0, threading.Event()
+        self.cpu_s: dict[int, float] = {}
 
     def run(self) -> None:
         while not self.done.wait(SAMPLE_EVERY_S):
-            self.peak = max(self.peak, memory_bytes())
+            self.sample()
+
+    def sample(self) -> None:
+        total = 0
+        for pid in list(process_tree(os.getpid())):
+            try:
+                rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+                times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+            except OSError:  # it has just ended
+                continue
+            total += int(rollup.split("Pss:")[1].split()[0]) << 10
+            self.cpu_s[pid] = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+        self.peak_bytes = max(self.peak_bytes, total)
 
 
 def measure(rows_path: Path, tokenizer_dir: Path, workers: int) -> dict[str, Any]:
-    """Prepare once: seconds, rows/s, tokens a row, peak bytes, digests of the shards."""
+    """Prepare once: seconds, CPU seconds of all processes, rows/s, tokens a row, peak bytes, digests of the shards."""
     from eagle3.config import DataConfig, SourceConfig
     from eagle3.data.prepare import prepare_shards
 
     cfg = DataConfig(sources=[SourceConfig(path=str(rows_path), preset="sharegpt")], workers=workers)
-    sampler = MemorySampler()
+    sampler = Sampler()
+    sampler.sample()
+    cpu_before = sum(sampler.cpu_s.values())
     sampler.start()
     with tempfile.TemporaryDirectory(dir=rows_path.parent) as out:
         heldout = SourceConfig(path=str(ROOT / "workflows/recipes/heldout.jsonl"))
@@ -100,9 +106,10 @@ def measure(rows_path: Path, tokenizer_dir: Path, workers: int) -> dict[str, Any
         "rows": report["rows_read"],
         "kept": report["rows_kept"],
         "seconds": seconds,
+        "cpu_s": sum(sampler.cpu_s.values()) - cpu_before,
         "rows_per_s": report["rows_read"] / seconds,
         "tokens_per_row": report["tokens"] / report["rows_kept"],
-        "peak_bytes": sampler.peak,
+        "peak_bytes": sampler.peak_bytes,
         "digests": [file.summary.digest for file in prepared.shards],
     }
 

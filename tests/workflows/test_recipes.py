@@ -1,6 +1,5 @@
 """Recipes: the shipped ones fit the workflow, and what does not fit is refused before anything runs."""
 
-import re
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -49,7 +48,7 @@ def test_missing_prompts_are_refused(workplace: Path, tmp_path: Path) -> None:
     journal.start()
     result = pyflyte_run(write_recipe(tmp_path / "recipe.yaml", tmp_path, tmp_path / "nowhere.jsonl"))
     assert result.exit_code != 0
-    assert re.search(r"argument 'prompts'.*nowhere\.jsonl", str(result.exception), re.DOTALL)
+    assert "nowhere.jsonl" in result.output
     assert not journal.entries()
 
 
