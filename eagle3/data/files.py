@@ -16,7 +16,7 @@ import fsspec
 Row = dict[str, Any]
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSIONS = (".gz", ".bz2", ".xz")
 MAX_ROW_BYTES = 4 << 20  # about a million tokens: more than a context holds, and memory stays bounded
 MAX_FAULTS = 100
 BLOCK_SIZE = 1 << 20

@@ -152,5 +152,5 @@ def test_a_missing_file_is_named_with_its_remedy(tmp_path: Path) -> None:
 
 
 def test_formats_go_by_the_name() -> None:
-    names = {"a.jsonl": "jsonl", "a.ndjson.zst": "jsonl", "b/c.json.gz": "json", "x.parquet": "parquet", "a.csv": None}
+    names = {"a.jsonl": "jsonl", "a.ndjson.xz": "jsonl", "b/c.json.gz": "json", "x.parquet": "parquet", "a.csv": None}
     assert {name: file_format(name) for name in names} == names
