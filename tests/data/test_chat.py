@@ -141,11 +141,12 @@ def test_long_rows_keep_whole_answers(tokenizer: PreTrainedTokenizerBase) -> Non
 
 
 def test_a_template_without_special_end_of_turn_supervises_the_whole_answer() -> None:
-    template = (
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    template = (  # " user" would be one token if the answer's space were not cut off
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    assert supervised_runs(train_tokenizer(template), [turn("user", "a"), turn("assistant", "b")]) == ["b\n"]
+    messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
+    assert supervised_runs(train_tokenizer(template), messages) == ["b ", "d "]
 
 
 def test_a_template_that_trims_supervises_what_it_renders() -> None:
