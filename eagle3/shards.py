@@ -18,8 +18,8 @@ import numpy as np
 class TokenRow:
     """One conversation.
 
-    sample_id: hash of the source row's content. source: name of the source. token_ids: T target token ids.
-    loss_mask: T flags, True where the target wrote the token.
+    sample_id: opening:content, hashes of the conversation's first user text and of all of it. source: name of the source.
+    token_ids: T target token ids. loss_mask: T flags, True where the target wrote the token.
     """
 
     sample_id: str

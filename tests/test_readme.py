@@ -20,11 +20,11 @@ def commands() -> list[str]:
 
 
 def rehearsal(command: str, scratch: Path) -> str:
-    """What stands in for a command: make shows its plan, a remote run shows that its workflow is there, writes go to scratch."""
+    """What stands in for a command: make shows its plan, a run shows that its workflow is there, writes go to scratch."""
     words = shlex.split(command.replace(".venv/bin/", f"{Path(sys.executable).parent}/"))
     if words[0] == "make":
         return shlex.join(["make", "-n", *words[1:]])
-    if "--remote" in words:
+    if "--inputs-file" in words:
         recipe = words[words.index("--inputs-file") + 1]
         assert (ROOT / recipe).is_file()
         words = [*words[: words.index("--inputs-file")], "--help"]

@@ -22,12 +22,14 @@ class TargetRef:
 class ResolvedInputs:
     """What every cache key starts from: content digests of the two prompt files and the target's identity.
 
+    `source_versions`: hub commit or content digest of each of data.sources, then of each of data.excluded.
     `public_name` is the target's name in the export. `regenerate` says whether the target answers the prompts
     itself; prepare needs to know no more of that stage's settings. `init_from` is the place of the draft that training goes on
     from and `init_digest` its content, both empty when it starts afresh.
     """
 
     prompts_digest: str
+    source_versions: list[str]
     heldout_digest: str
     target: TargetRef
     public_name: str

@@ -25,6 +25,7 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.local_cache import LocalTaskCache
 from flytekit.models.literals import Literal, LiteralMap
 from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
 
 from workflows import journal
 
@@ -126,9 +127,9 @@ def taken(name: str) -> int:
     return sum(f.stat().st_size for directory in root().glob(f"{name}-*") for f in directory.rglob("*") if f.is_file())
 
 
-def location(directory: FlyteDirectory) -> str:
-    """Where a directory lies for good, without fetching it: its address in the cluster's storage, or its local path."""
-    return str(directory.remote_source or directory.path)
+def location(output: FlyteDirectory | FlyteFile) -> str:
+    """Where an output lies for good, without fetching it: its address in the cluster's storage, or its local path."""
+    return str(output.remote_source or output.path)
 
 
 def share_credentials() -> None:

@@ -1,12 +1,15 @@
 """What a finished run says: the figures for summary.json, and the text for the terminal."""
 
 import json
+import os
 import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from eagle3.config import EngineConfig, EvaluateConfig
+from workflows import store
 from workflows.journal import Entry
 
 STAGES = (
@@ -18,6 +21,20 @@ STAGES = (
     "export_draft",
     "evaluate_draft",
 )
+
+
+def run_dir(run_name: str) -> Path:
+    """Where a run's summary and reports go: runs/<run_name> here, an output directory in a pod."""
+    out = (Path("runs") / Path(run_name).name).resolve() if store.is_local() else store.new_dir("summary")
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all: another run may have the same name."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def stage_figures(entries: list[Entry]) -> list[dict[str, Any]]:
@@ -82,6 +99,24 @@ def render_text(summary: dict[str, Any]) -> str:
         "Serve it:",
         f"  {summary['serve']['HTTP server']}",
         f"  {summary['serve']['Python']}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def data_text(report: dict[str, Any], num_shards: int, shards_dir: str, report_html: str) -> str:
+    """What prepare made, for the terminal: a line a source, totals, places."""
+    lines = ["", f"{'source':<32} {'read':>9} {'kept':>9} {'tokens':>13} {'supervised':>13}  dropped"]
+    for name, figures in report["sources"].items():
+        counts = (
+            f"{figures['rows_read']:>9,} {figures['rows_kept']:>9,} {figures['tokens']:>13,} {figures['supervised_tokens']:>13,}"
+        )
+        lines.append(f"{name:<32} {counts}  {dropped_text(figures)}")
+    lines += [
+        "",
+        f"rows      {report['prompts']['train']:,} in {num_shards} shards, {report['prompts']['heldout']:,} held out",
+        f"shards    {shards_dir}",
+        f"report    {report_html}",
         "",
     ]
     return "\n".join(lines)

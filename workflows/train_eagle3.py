@@ -37,9 +37,9 @@ from workflows.tasks.train_draft import train_draft
 
 @workflow
 def train_eagle3(
-    prompts: FlyteFile,
     heldout: FlyteFile,
     target: TargetConfig,
+    prompts: FlyteFile | None = None,
     engine: EngineConfig = EngineConfig(),
     data: DataConfig = DataConfig(),
     regenerate: RegenerateConfig = RegenerateConfig(),
@@ -66,6 +66,7 @@ def train_eagle3(
     prepared = prepare_data(
         prompts=prompts,
         prompts_digest=found.prompts_digest,
+        source_versions=found.source_versions,
         heldout=heldout,
         heldout_digest=found.heldout_digest,
         target=model,

@@ -1,30 +1,38 @@
 """Conversations to token ids and loss masks, by the tokenizer's own chat template.
 
-The boundary of an assistant turn is where two renderings part: (history + generation prompt) against (history + answer). The text
-is cut there and every piece is tokenized on its own, so that the tokens before an answer are exactly those that serving feeds;
-tokenizing the whole text could merge the last characters of the generation prompt with the first of the answer. Pieces of ChatML:
+A row is a list of pieces (`template.py`), each tokenized on its own. A piece ends where a generation prompt ends, so that the
+tokens before an answer are exactly those that serving feeds; tokenizing the whole text could merge the last characters of the
+generation prompt with the first of the answer. Pieces of ChatML:
 
-    <s>user⏎Hi</s>⏎<s>assistant⏎ | Hello!</s>⏎ | <s>user⏎Bye</s>⏎<s>assistant⏎ | See you!</s>⏎
-    not supervised                 ^^^^^^^^^^    not supervised                  ^^^^^^^^^^^^
+    <s>user⏎Hi</s>⏎<s>assistant⏎ | Hello!</s>⏎<s>user⏎Bye</s>⏎<s>assistant⏎ | See you!</s>
+                                   ^^^^^^^^^^ supervised                       ^^^^^^^^^^^^
 
-An answer is supervised up to its piece's last special token, the end of turn.
+Supervised is what the template writes for the model: a template that trims answers, or leaves thoughts out, trains the rest. What
+it writes behind the last end of turn is left out: no loss needs it.
 """
 
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from eagle3.data.conversations import Message
+from eagle3.data.conversations import Conversation, Message
+from eagle3.data.template import Piece, template_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 
-class Piece(NamedTuple):
-    """A stretch of rendered text; `answer` where an assistant turn begins with it."""
+class EncodedRow(NamedTuple):
+    """T token ids and T flags, True on the model's tokens.
 
-    text: str
-    answer: bool
+    num_cut: tokens cut off at the limit. reason: why the row cannot be used, or "".
+    """
+
+    token_ids: list[int]
+    loss_mask: list[bool]
+    num_cut: int
+    reason: str
 
 
 def load_chat_tokenizer(tokenizer_dir: str | Path) -> "PreTrainedTokenizerBase":
@@ -42,100 +50,87 @@ def load_chat_tokenizer(tokenizer_dir: str | Path) -> "PreTrainedTokenizerBase":
         raise ValueError(f"{tokenizer_dir}: no readable tokenizer ({reason}); give a target directory with tokenizer.json") from e
     if not tokenizer.chat_template:
         raise ValueError(f"{tokenizer_dir}: the tokenizer has no chat template; choose a chat model or add chat_template.jinja")
-    pieces = encode_texts(tokenizer, ["a", "b"])
-    if tokenizer.decode(pieces[0] + pieces[1], clean_up_tokenization_spaces=False).strip() != "ab":
+    if not tokenizer.is_fast or _anchor(tokenizer) is None:
         raise ValueError(
-            f"{tokenizer_dir}: the tokenizer adds a space before every text, so turns cannot be tokenized one by one; "
-            "choose a target whose tokenizer does not"
+            f"{tokenizer_dir}: the tokenizer cannot tokenize a text in pieces (it is slow, or changes the begin of every text); "
+            "choose a target with a tokenizer.json that does"
         )
     return tokenizer
 
 
-def prompt_text(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> str:
-    """Render messages and the generation prompt: what the target answers."""
-    return _render(tokenizer, messages, add_generation_prompt=True)
-
-
-def conversation_pieces(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> list[Piece]:
-    """Render a conversation up to its last assistant turn and cut it where answers begin and end.
+def conversation_rows(
+    tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, thinking: bool | None = None
+) -> list[list[Piece]]:
+    """Render a conversation and cut it where answers begin.
 
     Args:
-        tokenizer: with a chat template.
-        messages: with at least one assistant turn.
+        tokenizer: fast, with a chat template.
+        conversation: its last answer ends the last row; an assistant turn before the first user turn is context only.
+        thinking: on or off, passed to the template; None leaves it to the template. Off leaves the given thoughts out.
 
     Returns:
-        pieces by turns not supervised and answer, together the rendered text.
+        one row, or several where the template renders earlier turns otherwise as the conversation grows, as thinking templates
+        that drop earlier thoughts do. Every answer is supervised in exactly one of them. No row without an answer.
 
     Raises:
-        ValueError: if the template refuses the conversation, renders an answer elsewhere than behind its generation prompt, or
-            changes earlier turns as the conversation grows.
+        BadRow: template_refuses, answer_not_rendered, tool_calls_not_rendered or tag_in_text.
     """
-    pieces: list[Piece] = []
-    done = ""
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = _render(tokenizer, messages[:i], add_generation_prompt=True)
-        whole = _render(tokenizer, messages[: i + 1], add_generation_prompt=False)
-        if not prompt.startswith(done):
-            raise ValueError(
-                f"the chat template renders the turns before message {i + 1} differently once it follows; "
-                "cut the row after its first answer, or set regenerate.enabled to true"
-            )
-        if not whole.startswith(prompt) or whole == prompt:
-            raise ValueError(
-                f"the chat template does not render message {i + 1} (assistant) behind its generation prompt; "
-                "set regenerate.enabled to true, or change the row to turns that the template allows"
-            )
-        pieces += [Piece(prompt[len(done) :], False), Piece(whole[len(prompt) :], True)]
-        done = whole
-    return pieces
+    return template_of(tokenizer, thinking).rows(conversation)
 
 
-def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
-    """Tokenize texts in one batch; nothing is added, since templates write their own special tokens."""
-    if not texts:
-        return []
-    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False)
-    ids: list[list[int]] = encoded["input_ids"]
-    return ids
+def prompt_row(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, thinking: bool | None = None) -> list[Piece]:
+    """Render a conversation and the generation prompt: what the target answers. As `conversation_rows`, nothing supervised."""
+    return template_of(tokenizer, thinking).prompt(conversation)
 
 
-def encode_conversations(
-    tokenizer: "PreTrainedTokenizerBase", conversations: list[list[Piece]]
-) -> list[tuple[list[int], list[bool]]]:
-    """Tokenize the pieces of many conversations in one batch.
+def encode_rows(tokenizer: "PreTrainedTokenizerBase", rows: list[list[Piece]], max_tokens: int | None = None) -> list[EncodedRow]:
+    """Tokenize the pieces of many rows in one batch.
+
+    Args:
+        tokenizer: the rows' own.
+        rows: pieces as `conversation_rows` and `prompt_row` return them.
+        max_tokens: longer rows are cut behind the last answer that fits, or inside the first answer if none fits.
 
     Returns:
-        for each conversation T token ids and T flags, True on the assistant's tokens: from the start of an answer piece to its
-        last special token, the end of turn; to the piece's end where it has none. What the template writes behind the last end
-        of turn is cut off: no loss needs it.
+        one for each row, in order. reason: empty_mask where a row with answers has no two supervised neighbours, since the first
+        token of an answer is never drafted; merged_pieces where the tokenizer does not keep the pieces apart.
     """
-    special = _special_ids(tokenizer)
-    encoded = iter(encode_texts(tokenizer, [p.text for pieces in conversations for p in pieces]))
-    rows = []
-    for pieces in conversations:
+    anchor, num_anchor = _anchor(tokenizer) or ("", 0)
+    # A row begins where the text that serving tokenizes begins; the pieces behind must not look like a begin.
+    prefixes = [anchor if i else "" for pieces in rows for i in range(len(pieces))]
+    texts = [piece.text for pieces in rows for piece in pieces]
+    encoded = _encode(tokenizer, [anchor, *map(str.__add__, prefixes, texts)])
+    anchor_ids, *all_ids = encoded["input_ids"]
+    index = 0
+    encoded_rows = []
+    for pieces in rows:
         token_ids: list[int] = []
         loss_mask: list[bool] = []
+        reason = ""
         for piece in pieces:
-            ids = next(encoded)
-            ends = [i + 1 for i, t in enumerate(ids) if t in special]
-            num_supervised = (ends[-1] if ends else len(ids)) if piece.answer else 0
+            ids, prefix = all_ids[index], prefixes[index]
+            index += 1
+            num_answer = len(ids)
+            if piece.num_answer < len(piece.text):
+                # The model's last character belongs to a control token, so no token reaches across it.
+                last = encoded.char_to_token(index, len(prefix) + piece.num_answer - 1) if piece.num_answer else -1
+                reason = "merged_pieces" if last is None else reason
+                num_answer = (last or 0) + 1
+            if prefix:
+                reason = reason if ids[:num_anchor] == anchor_ids else "merged_pieces"
+                ids, num_answer = ids[num_anchor:], max(num_answer - num_anchor, 0)
             token_ids += ids
-            loss_mask += [True] * num_supervised + [False] * (len(ids) - num_supervised)
-        unneeded = len(ids) - num_supervised if pieces and pieces[-1].answer else 0
-        rows.append((token_ids[: len(token_ids) - unneeded], loss_mask[: len(loss_mask) - unneeded]))
-    return rows
+            loss_mask += [True] * num_answer + [False] * (len(ids) - num_answer)
+        row = _fit(token_ids, loss_mask, max_tokens)
+        if not reason and any(piece.num_answer for piece in pieces) and b"\1\1" not in bytes(row.loss_mask):
+            reason = "empty_mask"
+        encoded_rows.append(row._replace(reason=reason))
+    return encoded_rows
 
 
 def render_prompt(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> list[int]:
     """Token ids of the messages and the generation prompt."""
-    return encode_texts(tokenizer, [prompt_text(tokenizer, messages)])[0]
-
-
-def render_conversation(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> tuple[list[int], list[bool]]:
-    """T token ids of a conversation up to its last answer, and T flags, True on the assistant's tokens and ends of turn."""
-    return encode_conversations(tokenizer, [conversation_pieces(tokenizer, messages)])[0]
+    return encode_rows(tokenizer, [prompt_row(tokenizer, Conversation(messages))])[0].token_ids
 
 
 def text_spans(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int], loss_mask: list[bool]) -> list[tuple[str, bool]]:
@@ -144,15 +139,28 @@ def text_spans(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int], loss_
     return [(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False), m) for m, ids in runs]
 
 
-def _render(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], add_generation_prompt: bool) -> str:
-    import jinja2
-
-    try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except (jinja2.TemplateError, TypeError) as e:
-        raise ValueError(f"the chat template refuses the conversation ({e}); change the row to turns that it allows") from e
-    return text
+def _encode(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> "BatchEncoding":
+    """Tokenize texts in one batch; nothing is added, since templates write their own special tokens."""
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False)
 
 
-def _special_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
-    return {i for i, t in tokenizer.added_tokens_decoder.items() if t.special} | set(tokenizer.all_special_ids)
+@lru_cache(maxsize=8)
+def _anchor(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, int] | None:
+    """A text, and its number of tokens, behind which a piece is tokenized as inside a text; None if there is none.
+
+    SentencePiece tokenizers put a space before every text: not before a piece, if something stands before it.
+    """
+    for anchor in ("", tokenizer.bos_token or "", "\n"):
+        start, begun, piece = _encode(tokenizer, [anchor, "a", f"{anchor}b"])["input_ids"]
+        text = tokenizer.decode(begun + piece[len(start) :], clean_up_tokenization_spaces=False)
+        if piece[: len(start)] == start and text.strip() == "ab":
+            return anchor, len(start)
+    return None
+
+
+def _fit(token_ids: list[int], loss_mask: list[bool], max_tokens: int | None) -> EncodedRow:
+    size = len(token_ids)
+    if max_tokens is not None and size > max_tokens:
+        ends = (e for e in range(max_tokens, 0, -1) if loss_mask[e - 1] and not loss_mask[e])
+        size = next(ends, max_tokens)
+    return EncodedRow(token_ids[:size], loss_mask[:size], len(token_ids) - size, "")

@@ -1,51 +1,95 @@
-"""Rows to conversations: OpenAI `messages`, or `prompt` with an optional `response`."""
+"""Rows to conversations: the formats that a row may have, recognised by its keys.
 
-from pathlib import Path
-from typing import Any, TypedDict
+    format            keys, the first that is there wins
+    pretokenized      input_ids and loss_mask
+    openai_messages   messages | conversations | conversation: turns of {role, content}; beside them tools or functions, system
+    sharegpt          the same keys: turns of {from, value}
+    prompt_response   one of PROMPT_KEYS and one of RESPONSE_KEYS; beside them system, and input behind an instruction
+    prompt_only       one of PROMPT_KEYS
 
-from eagle3.data.sources import Row
+Lists may be JSON in a string, as many hub files have them. Keys that say nothing about the words (id, source, …) are ignored.
+"""
 
-ROLES = ("system", "user", "assistant")
-# These carry words of the conversation that no template would be shown here: refused rather than lost.
-UNREAD_ROW_KEYS = ("tools", "functions")
-UNREAD_MESSAGE_KEYS = ("tool_calls", "function_call", "reasoning_content")
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypedDict
+
+ROLE_OF = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "claude", "model", "bot", "ai"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "tool_response", "function_response", "ipython"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call", "tool_calls"), "calls"),
+}
+TURN_KEYS = ("messages", "conversations", "conversation")
+PROMPT_KEYS = ("prompt", "instruction", "question", "query", "problem", "input")
+RESPONSE_KEYS = ("response", "completion", "output", "solution", "answer")
+SYSTEM_KEYS = ("system", "system_prompt")
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
-class Message(TypedDict):
-    """One turn; role is one of ROLES, content is not blank."""
+class Message(TypedDict, total=False):
+    """One turn. role: system, user, assistant or tool. content is "" where an assistant turn has only tool calls.
+
+    tool_calls: [{"id"?, "type": "function", "function": {"name": str, "arguments": dict}}].
+    """
 
     role: str
     content: str
+    reasoning_content: str
+    tool_calls: list[dict[str, Any]]
+    tool_call_id: str
+    name: str
 
 
-def to_messages(row: Row, path: str | Path, line: int, needs_answer: bool = False) -> list[Message]:
-    """Read the conversation in a row; keys that say nothing about the words (id, kind, …) are ignored.
+@dataclass(frozen=True)
+class Conversation:
+    """Turns, the tools that the assistant may call (JSON schemas), and the name of the row's format."""
 
-    Args:
-        row: {"messages": [{"role", "content"}, …]}, or {"prompt": str} with an optional "response".
-        path: file of the row, for messages only.
-        line: its line from 1, for messages only.
-        needs_answer: the row must hold an assistant turn, because nothing regenerates it.
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    format: str = ""
+
+
+@dataclass(frozen=True)
+class Pretokenized:
+    """A row that is tokens already. token_ids: T target token ids. loss_mask: T flags, True where the target wrote the token."""
+
+    token_ids: list[int]
+    loss_mask: list[bool]
+
+
+class BadRow(ValueError):
+    """A row that cannot be used. reason: a short code to count it by; the message says what must hold and what to do."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(reason, message)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
+def to_conversation(row: Mapping[str, Any]) -> Conversation | Pretokenized:
+    """Read the conversation in a row.
 
     Raises:
-        ValueError: names file, line and remedy.
+        BadRow: no_conversation, no_user, bad_turn, bad_role, bad_json, bad_tool_call, bad_tools, bad_token_ids, not_text,
+            empty_text, bad_unicode or too_deep.
     """
-    where = f"{path}, line {line}"
-    if "messages" in row and "prompt" in row:
-        raise ValueError(f"{where}: both messages and prompt are given; keep one of them")
-    if "messages" in row:
-        messages = _read_messages(row, where)
-    elif "prompt" in row:
-        messages = [Message(role="user", content=_read_text(row["prompt"], "prompt", where))]
-        if row.get("response") is not None:
-            messages.append(Message(role="assistant", content=_read_text(row["response"], "response", where)))
-    else:
-        raise ValueError(f"{where}: no conversation, only the keys {sorted(row)}; name it messages or prompt")
-    if not any(m["role"] == "user" for m in messages):
-        raise ValueError(f"{where}: no user text; add a message with the role user or remove the row")
-    if needs_answer and not any(m["role"] == "assistant" for m in messages):
-        raise ValueError(f"{where}: no assistant text to train on; add an answer or set regenerate.enabled to true")
-    return messages
+    if row.get("input_ids") is not None:
+        return _read_pretokenized(row)
+    try:
+        return _read_conversation(row)
+    except RecursionError as e:
+        raise BadRow("too_deep", "an object is nested too deep to be read; flatten it or remove the row") from e
+
+
+def has_answer(messages: list[Message]) -> bool:
+    """Whether an assistant turn follows a user's."""
+    roles = [m["role"] for m in messages]
+    return "user" in roles and "assistant" in roles[roles.index("user") :]
 
 
 def drop_trailing_answer(messages: list[Message]) -> list[Message]:
@@ -56,40 +100,161 @@ def drop_trailing_answer(messages: list[Message]) -> list[Message]:
     return messages[:end]
 
 
-def _read_messages(row: Row, where: str) -> list[Message]:
-    listed = row["messages"]
+def _read_conversation(row: Mapping[str, Any]) -> Conversation:
+    turn_key = _first(row, TURN_KEYS)
+    if turn_key:
+        messages, form = _read_turns(row[turn_key], turn_key)
+    else:
+        messages, form = _read_columns(row)
+    system_key = _first(row, SYSTEM_KEYS)
+    if system_key and messages[0]["role"] != "system":
+        messages = [*_read_turn({"role": "system", "content": row[system_key]}, system_key), *messages]
+    if not any(m["role"] == "user" for m in messages):
+        raise BadRow("no_user", "no user text; add a message with the role user or remove the row")
+    return Conversation(messages, _read_tools(row), form)
+
+
+def _read_turns(listed: Any, key: str) -> tuple[list[Message], str]:
+    listed = _parsed(listed, key)
     if not isinstance(listed, list) or not listed:
-        raise ValueError(
-            f"{where}: messages must be a list with at least one message, got {_shown(listed)}; fill it or drop the row"
-        )
-    for key in UNREAD_ROW_KEYS:
-        if row.get(key):
-            raise ValueError(f"{where}: {key} are not supported; remove the row, or its tool turns and {key}")
-    return [_read_message(m, f"message {i}", where) for i, m in enumerate(listed, 1)]
+        raise BadRow("bad_turn", f"{key} must be a list with at least one turn, got {_shown(listed)}; fill it or drop the row")
+    messages = [m for i, turn in enumerate(listed, 1) for m in _read_turn(turn, f"turn {i} of {key}")]
+    if not messages:
+        raise BadRow("empty_text", f"{key} has no text; fill it or remove the row")
+    return messages, "sharegpt" if "from" in listed[0] else "openai_messages"
 
 
-def _read_message(message: Any, name: str, where: str) -> Message:
-    if not isinstance(message, dict):
-        raise ValueError(f'{where}: {name} must be an object, got {_shown(message)}; write {{"role": …, "content": …}}')
-    role = message.get("role")
-    if role not in ROLES:
-        raise ValueError(f"{where}: {name} has the unknown role {role!r}; use one of {', '.join(ROLES)}")
-    for key in UNREAD_MESSAGE_KEYS:
-        if message.get(key):
-            raise ValueError(f"{where}: {name} has {key}, which are not supported; remove the row or write them into content")
-    return Message(role=role, content=_read_text(message.get("content"), f"content of {name} ({role})", where))
+def _read_columns(row: Mapping[str, Any]) -> tuple[list[Message], str]:
+    prompt_key = _first(row, PROMPT_KEYS)
+    if not prompt_key:
+        keys = sorted(map(str, row))
+        raise BadRow("no_conversation", f"no conversation, only the keys {keys}; name it messages, or prompt and response")
+    prompt = row[prompt_key]
+    if prompt_key == "instruction" and isinstance(prompt, str) and isinstance(row.get("input"), str) and row["input"].strip():
+        prompt = f"{prompt}\n\n{row['input']}"
+    response_key = _first(row, RESPONSE_KEYS)
+    messages = _read_column(prompt, "user", prompt_key)
+    if response_key:
+        messages += _read_column(row[response_key], "assistant", response_key)
+    return messages, "prompt_response" if response_key else "prompt_only"
 
 
-def _read_text(value: Any, name: str, where: str) -> str:
+def _read_column(value: Any, role: str, key: str) -> list[Message]:
+    if isinstance(value, list):
+        return _read_turns(value, key)[0]
+    return _read_turn({"role": role, "content": value}, key)
+
+
+def _read_turn(turn: Any, where: str) -> list[Message]:
+    """One message; none for an empty system prompt, which many files have."""
+    if not isinstance(turn, dict):
+        raise BadRow("bad_turn", f'{where} must be an object, got {_shown(turn)}; write {{"role": …, "content": …}}')
+    given = turn.get("role", turn.get("from"))
+    role = ROLE_OF.get(given.strip().lower()) if isinstance(given, str) else None
+    if role is None:
+        raise BadRow("bad_role", f"{where} has the unknown role {given!r}; use one of {', '.join(ROLE_OF)}")
+    content = turn.get("content", turn.get("value"))
+    calls = turn.get("tool_calls") or turn.get("function_call")
+    if role == "calls":
+        role, content, calls = "assistant", None, content
+    text = _read_text(content, where, objects_too=role == "tool")
+    if role == "system" and not text.strip():
+        return []
+    message = Message(role=role, content=text)
+    if role == "assistant":
+        thoughts = _read_text(next((turn[k] for k in THOUGHT_KEYS if turn.get(k)), None), f"reasoning of {where}")
+        if thoughts.strip():
+            message["reasoning_content"] = thoughts
+        if calls:
+            message["tool_calls"] = _read_calls(calls, where)
+    if role == "tool" and isinstance(turn.get("tool_call_id"), str):
+        message["tool_call_id"] = turn["tool_call_id"]
+    if role == "tool" and isinstance(turn.get("name"), str):
+        message["name"] = turn["name"]
+    if not text.strip() and role != "tool" and not message.keys() & {"tool_calls", "reasoning_content"}:
+        raise BadRow("empty_text", f"{where} is empty; fill it or remove the row")
+    return [message]
+
+
+def _read_text(value: Any, where: str, objects_too: bool = False) -> str:
+    """Text, or the parts of a text joined by line breaks as vLLM does; objects as JSON where they are allowed."""
+    if value is None:
+        return ""
+    if isinstance(value, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
+        value = "\n".join(p["text"] for p in value)
+    elif isinstance(value, dict | list) and objects_too:
+        value = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, str):
-        raise ValueError(f"{where}: {name} must be a string, got {_shown(value)}; write plain text")
-    if not value.strip():
-        raise ValueError(f"{where}: {name} is empty; fill it or remove the row")
-    try:
-        value.encode()
-    except UnicodeEncodeError as e:
-        raise ValueError(f"{where}: {name} has half a surrogate pair at character {e.start + 1}; correct the escape") from e
+        raise BadRow("not_text", f"{where} must be text, got {_shown(value)}; write a string or parts of type text")
+    _check_unicode(value, where)
     return value
+
+
+def _read_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    value = _parsed(value, f"the tool call in {where}", "bad_tool_call")
+    calls = []
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise BadRow("bad_tool_call", f'a tool call in {where} has no name; write {{"name": …, "arguments": …}}')
+        name = function["name"]
+        arguments = _parsed(function.get("arguments", function.get("parameters")) or {}, f"arguments of {name}", "bad_tool_call")
+        if not isinstance(arguments, dict):
+            raise BadRow("bad_tool_call", f"arguments of {name} in {where} must be an object, got {_shown(arguments)}; mend them")
+        _check_unicode(json.dumps([name, arguments], ensure_ascii=False), where)
+        read: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        if isinstance(call.get("id"), str):
+            read = {"id": call["id"], **read}
+        calls.append(read)
+    return calls
+
+
+def _read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    key = _first(row, ("tools", "functions"))
+    listed = _parsed(row[key], key, "bad_tools") if key and row[key] != "" else None
+    tools = []
+    for tool in listed if isinstance(listed, list) else [listed] if listed else []:
+        schema = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(schema, dict) or not isinstance(schema.get("name"), str):
+            raise BadRow("bad_tools", f'{key} must be JSON schemas with names, got {_shown(tool)}; write {{"name": …, …}}')
+        _check_unicode(json.dumps(schema, ensure_ascii=False), str(key))
+        tools.append({"type": "function", "function": schema})
+    return tools or None
+
+
+def _read_pretokenized(row: Mapping[str, Any]) -> Pretokenized:
+    ids, mask = row["input_ids"], row.get("loss_mask")
+    if not isinstance(ids, list) or not isinstance(mask, list) or not ids or len(ids) != len(mask):
+        _refuse_tokens("input_ids and loss_mask must be lists of one length, at least 1")
+    if not all(type(t) is int and t >= 0 for t in ids):
+        _refuse_tokens("input_ids must be token ids from 0")
+    if not all(type(m) in (bool, int) and m in (0, 1) for m in mask):
+        _refuse_tokens("loss_mask must be 0 or 1, or false or true")
+    return Pretokenized(ids, [bool(m) for m in mask])
+
+
+def _refuse_tokens(rule: str) -> NoReturn:
+    raise BadRow("bad_token_ids", f"{rule}, got something else; mend the row or give messages instead")
+
+
+def _parsed(value: Any, where: str, reason: str = "bad_json") -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as e:
+        raise BadRow(reason, f"{where} is a string that is not JSON ({e}); write a list or correct the string") from e
+
+
+def _check_unicode(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise BadRow("bad_unicode", f"{where} has half a surrogate pair at character {e.start + 1}; correct the escape") from e
+
+
+def _first(row: Mapping[str, Any], keys: tuple[str, ...]) -> str | None:
+    return next((k for k in keys if row.get(k) is not None), None)
 
 
 def _shown(value: Any) -> str:

@@ -1,33 +1,38 @@
-"""The prepare stage: source rows to token shards, checked as a whole before anything is published.
+"""The prepare stage: source rows to token shards, published all together or not at all.
 
-Every row of both files is read and checked first. Then rows are tokenized in batches into a staging directory, and only when all
-counts are right do the shards move to where they belong: a failed run leaves nothing behind. The price is that sources are read
-twice; memory holds one shard.
+Every source is read once, tokenized in batches (eagle3/data/encode.py) and written into a staging directory; only when all counts
+are right do the shards move to where they belong. Memory holds one shard. A row that cannot be used is dropped, counted by reason
+and shown in the report; a source that cannot be read, or most of which is dropped, is an error.
+
+Without weights the sources follow one another and each fills shards of its own, so that rows appended to one leave the shards of
+the others alone. With weights each place in the shards is drawn, by seed and place alone, for one of the sources; the mix ends
+when the source drawn has no row left, so that the shares hold.
 """
 
-import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from eagle3.config import DataConfig
-from eagle3.data.chat import Piece, conversation_pieces, encode_conversations, load_chat_tokenizer, prompt_text, text_spans
-from eagle3.data.conversations import Message, drop_trailing_answer, to_messages
-from eagle3.data.sources import read_rows
-from eagle3.shards import TokenRow, TokenShardSummary, digest_of, write_token_shard
+from eagle3.config import DataConfig, SourceConfig
+from eagle3.data.chat import load_chat_tokenizer, text_spans
+from eagle3.data.encode import EncoderPool, Outcome, RowEncoder, Task, tokens_key
+from eagle3.data.report import SourceTally, total_figures
+from eagle3.data.sources import read_source, source_name, source_path
+from eagle3.shards import TokenRow, TokenShardSummary, write_token_shard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BATCH_ROWS = 512
-NUM_SAMPLES = 4
+NUM_SAMPLES = 8
+SAMPLES_OF_A_SOURCE = 2
 HELDOUT_NAME = "heldout.parquet"
 PROGRESS_DELAY_S = 3.0
 
@@ -44,10 +49,11 @@ class PreparedFile:
 
 @dataclass(frozen=True)
 class PreparedFiles:
-    """Training shards in source order, the held-out prompts, and the report (JSON-ready, free of paths).
+    """Training shards in order, the held-out prompts, and the report (JSON-ready, free of directories).
 
-    report: rows_read, rows_kept, dropped {reason: rows}, truncated, tokens, supervised_tokens, prompts {train, heldout},
-    heldout {rows_read, dropped}, samples [{sample_id, source, tokens, spans [[text, supervised], …]}].
+    report: rows_read, rows_kept, dropped {reason: rows}, truncated, tokens, supervised_tokens over all sources; sources {name:
+    SourceTally.figures}, heldout the same; prompts {train, heldout} rows; samples [{sample_id, source, tokens, spans [[text,
+    supervised], …]}].
     """
 
     shards: list[PreparedFile]
@@ -55,192 +61,175 @@ class PreparedFiles:
     report: dict[str, Any]
 
 
-@dataclass
-class SourceCounts:
-    """What became of a source's rows."""
-
-    read: int = 0
-    truncated: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-
-
 def prepare_shards(
-    train_path: str | Path,
-    heldout_path: str | Path,
+    heldout: SourceConfig,
     tokenizer_dir: str | Path,
     cfg: DataConfig,
     regenerate: bool,
     out_dir: str | Path,
 ) -> PreparedFiles:
-    """Turn a training source and a held-out source into token shards.
+    """Turn training sources and a held-out source into token shards.
 
     Args:
-        train_path: JSONL of conversations or prompts.
-        heldout_path: JSONL of prompts for evaluation; only what the target is to answer is kept of each row.
+        heldout: prompts for evaluation; only what the target is to answer is kept of each row.
         tokenizer_dir: the target's directory, with its chat template.
-        cfg: data settings.
-        regenerate: rows hold only the prompt of their last assistant turn, with an all-False mask; else whole conversations.
+        cfg: data settings with the training sources; revisions pinned where the result has to be the same again.
+        regenerate: rows hold only the prompt of their last assistant turn, with an all-False mask, unless their source says no;
+            else whole conversations.
         out_dir: gets shard-00000.parquet … and heldout.parquet, all or none.
 
     Raises:
-        ValueError: on a bad row (file, line, remedy), too many dropped rows, too few shards, or no held-out prompt left.
+        ValueError: on a source that cannot be read, too many dropped rows, too few shards, or no held-out prompt left.
     """
     tokenizer = load_chat_tokenizer(tokenizer_dir)
-    num_rows = sum(1 for _ in _read_conversations(train_path, needs_answer=not regenerate))
-    openings = {_opening(messages) for _, messages in _read_conversations(heldout_path, needs_answer=False)}
-    _check_num_shards(train_path, num_rows, num_rows, cfg)
-
-    train, heldout = SourceCounts(), SourceCounts()
-    samples: list[dict[str, Any]] = []
+    sources, names = cfg.sources, _check_sources(cfg.sources)
     Path(out_dir).mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=out_dir, prefix=".prepare-") as name:
-        staging = Path(name)
-        rows = _prepare_rows(tokenizer, heldout_path, "heldout", cfg, True, set(), heldout)
-        heldout_rows = list(tqdm(rows, "held-out prompts", unit="row", delay=PROGRESS_DELAY_S))
-        _check_heldout(heldout_path, heldout_rows, heldout)
-        heldout_file = PreparedFile(staging / HELDOUT_NAME, write_token_shard(staging / HELDOUT_NAME, heldout_rows))
-
-        rows = _prepare_rows(tokenizer, train_path, "train", cfg, regenerate, openings, train)
-        rows = iter(tqdm(rows, "training rows", total=num_rows, unit="row", delay=PROGRESS_DELAY_S))
+    with TemporaryDirectory(dir=out_dir, prefix=".prepare-") as staging:
+        heldout_rows, heldout_tally, excluded = _read_heldout(RowEncoder(tokenizer, cfg), heldout, cfg)
+        heldout_file = _write_shard(Path(staging) / HELDOUT_NAME, heldout_rows)
+        tallies = [SourceTally() for _ in sources]
         shards: list[PreparedFile] = []
-        while shard := list(islice(rows, cfg.rows_per_shard)):
-            path = staging / f"shard-{len(shards):05d}.parquet"
-            shards.append(PreparedFile(path, write_token_shard(path, shard)))
-            samples += [_sample(tokenizer, row) for row in shard[: NUM_SAMPLES - len(samples)]]
-        _check_dropped(train_path, train, cfg)
-        _check_num_shards(train_path, sum(f.summary.rows for f in shards), train.read, cfg)
+        samples: list[dict[str, Any]] = []
+        with EncoderPool(RowEncoder(tokenizer, cfg, excluded)) as pool:
+            seen: set[str] = set()
+            streams = []
+            for source, name, tally in zip(sources, names, tallies, strict=True):
+                task = Task(name, source.preset, source.thinking, prompt_only=regenerate and source.regenerate)
+                streams.append(_keep(pool.encode(read_source(source), task), tally, seen, source.max_rows))
+            for rows in _mix(streams, [source.weight for source in sources], cfg.seed):
+                shown = iter(tqdm(rows, "training rows", unit="row", delay=PROGRESS_DELAY_S))
+                while shard := list(islice(shown, cfg.rows_per_shard)):
+                    shards.append(_write_shard(Path(staging) / f"shard-{len(shards):05d}.parquet", shard))
+                    _add_samples(samples, tokenizer, shard)
+        for source, tally in zip(sources, tallies, strict=True):
+            _check_dropped(source, tally, cfg)
+        _check_num_shards(sources, len(shards), tallies, cfg)
         shards = [_publish(f, Path(out_dir)) for f in shards]
         heldout_file = _publish(heldout_file, Path(out_dir))
-    report = _report(shards, heldout_file, train, heldout, samples)
-    logger.info("prepared %s", {key: value for key, value in report.items() if key != "samples"})
+    report = total_figures(tallies)
+    logger.info("prepared %s", report)
+    report |= {
+        "sources": {name: tally.figures() for name, tally in zip(names, tallies, strict=True)},
+        "prompts": {"train": report["rows_kept"], "heldout": heldout_tally.kept},
+        "heldout": heldout_tally.figures(),
+        "samples": samples,
+    }
     return PreparedFiles(shards, heldout_file, report)
 
 
-def _prepare_rows(
-    tokenizer: "PreTrainedTokenizerBase",
-    path: str | Path,
-    source: str,
-    cfg: DataConfig,
-    prompt_only: bool,
-    excluded_openings: set[str],
-    counts: SourceCounts,
-) -> Iterator[TokenRow]:
-    """Yield the rows of a source that are kept, in source order; `counts` is complete when they are used up."""
-    seen: set[str] = set()
-    batch: list[tuple[str, list[Piece]]] = []
-    for line, messages in _read_conversations(path, needs_answer=not prompt_only):
-        counts.read += 1
-        kept = drop_trailing_answer(messages) if prompt_only else messages
-        sample_id = digest_of(json.dumps(kept, sort_keys=True))
-        if sample_id in seen:
-            counts.dropped["duplicate"] += 1
-            continue
-        seen.add(sample_id)
-        if _opening(messages) in excluded_openings:
-            counts.dropped["in_heldout"] += 1
-            continue
-        try:
-            pieces = [Piece(prompt_text(tokenizer, kept), False)] if prompt_only else conversation_pieces(tokenizer, kept)
-        except ValueError as e:
-            raise ValueError(f"{path}, line {line}: {e}") from e
-        batch.append((sample_id, pieces))
-        if len(batch) == BATCH_ROWS:
-            yield from _encode_batch(tokenizer, batch, source, cfg, prompt_only, counts)
-            batch = []
-    yield from _encode_batch(tokenizer, batch, source, cfg, prompt_only, counts)
+def _read_heldout(
+    encoder: RowEncoder, heldout: SourceConfig, cfg: DataConfig
+) -> tuple[list[TokenRow], SourceTally, frozenset[str]]:
+    """The held-out prompts, their counts, and the keys of what must not come into training: theirs and those of data.excluded."""
+    excluded: set[str] = set()
 
+    def outcomes(source: SourceConfig) -> Iterator[Outcome]:
+        for outcome in encoder.encode_all(read_source(source), Task("heldout", source.preset, source.thinking, prompt_only=True)):
+            excluded.update([outcome.opening] if outcome.opening else [], (tokens_key(row.token_ids) for row in outcome.rows))
+            yield outcome
 
-def _encode_batch(
-    tokenizer: "PreTrainedTokenizerBase",
-    batch: list[tuple[str, list[Piece]]],
-    source: str,
-    cfg: DataConfig,
-    prompt_only: bool,
-    counts: SourceCounts,
-) -> Iterator[TokenRow]:
-    encoded = encode_conversations(tokenizer, [pieces for _, pieces in batch])
-    for (sample_id, _), (token_ids, loss_mask) in zip(batch, encoded, strict=True):
-        num_prompt = loss_mask.index(True) if True in loss_mask else len(loss_mask)
-        if num_prompt > cfg.max_prompt_tokens:
-            counts.dropped["prompt_too_long"] += 1
-            continue
-        if prompt_only:
-            yield TokenRow(sample_id, source, token_ids, loss_mask)
-            continue
-        row = TokenRow(sample_id, source, token_ids[: cfg.max_tokens], loss_mask[: cfg.max_tokens])
-        # The first token of an answer is never drafted, so a mask without two neighbours trains nothing.
-        if not any(a and b for a, b in pairwise(row.loss_mask)):
-            counts.dropped["empty_mask"] += 1
-            continue
-        counts.truncated += len(token_ids) > cfg.max_tokens
-        yield row
-
-
-def _read_conversations(path: str | Path, needs_answer: bool) -> Iterator[tuple[int, list[Message]]]:
-    for line, row in read_rows(path):
-        yield line, to_messages(row, path, line, needs_answer)
-
-
-def _opening(messages: list[Message]) -> str:
-    """The first user text: conversations that open alike are the same to the held-out check, whatever follows."""
-    return next(m["content"].strip() for m in messages if m["role"] == "user")
-
-
-def _check_dropped(path: str | Path, counts: SourceCounts, cfg: DataConfig) -> None:
-    num_dropped = counts.dropped.total()
-    if num_dropped > cfg.max_dropped_share * counts.read:
-        reasons = ", ".join(f"{reason} {rows}" for reason, rows in counts.dropped.most_common())
-        raise ValueError(
-            f"{path}: {num_dropped} of {counts.read} rows dropped ({reasons}), more than data.max_dropped_share = "
-            f"{cfg.max_dropped_share}; mend the source, raise data.max_prompt_tokens, or raise the share"
-        )
-
-
-def _check_num_shards(path: str | Path, num_rows: int, num_read: int, cfg: DataConfig) -> None:
-    num_shards = -(-num_rows // cfg.rows_per_shard)
-    if num_rows and num_shards >= cfg.min_shards:
-        return
-    fitting = num_rows // cfg.min_shards
-    remedy = f"lower data.rows_per_shard to {fitting} or data.min_shards" if fitting else "lower data.min_shards"
-    raise ValueError(
-        f"{path}: {num_rows} usable rows of {num_read} fill {num_shards} shards of data.rows_per_shard = {cfg.rows_per_shard}, "
-        f"data.min_shards = {cfg.min_shards} are required; add rows or {remedy}"
-    )
-
-
-def _check_heldout(path: str | Path, rows: list[TokenRow], counts: SourceCounts) -> None:
+    tally = SourceTally()
+    rows = list(tqdm(_keep(outcomes(heldout), tally, set(), heldout.max_rows), "held-out prompts", delay=PROGRESS_DELAY_S))
     if not rows:
         raise ValueError(
-            f"{path}: none of {counts.read} held-out prompts is left, dropped {dict(counts.dropped)}; "
-            "raise data.max_prompt_tokens or add shorter prompts"
+            f"{source_path(heldout)}: none of {tally.read} held-out prompts is left, dropped {dict(tally.dropped)}; "
+            f"raise data.max_prompt_tokens or add shorter prompts{tally.first_example()}"
         )
+    _check_dropped(heldout, tally, cfg)
+    for source in cfg.excluded:
+        other = SourceTally()
+        for _ in _keep(outcomes(source), other, set(), source.max_rows):
+            pass
+        _check_dropped(source, other, cfg)
+    return rows, tally, frozenset(excluded)
+
+
+def _keep(outcomes: Iterator[Outcome], tally: SourceTally, seen: set[str], max_rows: int) -> Iterator[TokenRow]:
+    """Yield the rows that are kept, in order; each is counted when it is asked for."""
+    for outcome in outcomes:
+        tally.read += 1
+        if not outcome.rows:
+            tally.drop(outcome.where, outcome.reason, outcome.message)
+            continue
+        if outcome.rows[0].sample_id in seen:
+            tally.drop(outcome.where, "duplicate", "an earlier row has the same content")
+            continue
+        seen.add(outcome.rows[0].sample_id)
+        tally.keep(outcome)
+        for row in outcome.rows:
+            tally.keep_row(row)
+            yield row
+        if tally.taken == max_rows:
+            return
+
+
+def _mix(streams: list[Iterator[TokenRow]], weights: list[float], seed: int) -> Iterator[Iterator[TokenRow]]:
+    """The streams one by one; with weights one stream of rows drawn from all."""
+    if not any(weights):
+        yield from streams
+        return
+
+    def draw() -> Iterator[TokenRow]:
+        random = Random(seed)
+        while True:
+            row = next(random.choices(streams, weights)[0], None)
+            if row is None:
+                return
+            yield row
+
+    yield draw()
+
+
+def _write_shard(path: Path, rows: list[TokenRow]) -> PreparedFile:
+    return PreparedFile(path, write_token_shard(path, rows))
 
 
 def _publish(file: PreparedFile, out_dir: Path) -> PreparedFile:
     return PreparedFile(file.path.replace(out_dir / file.path.name), file.summary)
 
 
-def _report(
-    shards: list[PreparedFile],
-    heldout_file: PreparedFile,
-    train: SourceCounts,
-    heldout: SourceCounts,
-    samples: list[dict[str, Any]],
-) -> dict[str, Any]:
-    num_kept = sum(f.summary.rows for f in shards)
-    return {
-        "rows_read": train.read,
-        "rows_kept": num_kept,
-        "dropped": dict(train.dropped),
-        "truncated": train.truncated,
-        "tokens": sum(f.summary.tokens for f in shards),
-        "supervised_tokens": sum(f.summary.supervised_tokens for f in shards),
-        "prompts": {"train": num_kept, "heldout": heldout_file.summary.rows},
-        "heldout": {"rows_read": heldout.read, "dropped": dict(heldout.dropped)},
-        "samples": samples,
-    }
+def _check_sources(sources: Sequence[SourceConfig]) -> list[str]:
+    """The sources' names, each its own; with weights for all or none."""
+    names = [source_name(source) for source in sources]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"every source needs a name of its own, got {', '.join(repeated)} twice; set `name` in data.sources")
+    without = [name for name, source in zip(names, sources, strict=True) if not source.weight]
+    if without and len(without) < len(names):
+        raise ValueError(f"either all sources must have a weight above 0, or none, got none for {', '.join(without)}; add it")
+    return names
 
 
-def _sample(tokenizer: "PreTrainedTokenizerBase", row: TokenRow) -> dict[str, Any]:
-    spans = [list(span) for span in text_spans(tokenizer, row.token_ids, row.loss_mask)]
-    return {"sample_id": row.sample_id, "source": row.source, "tokens": len(row.token_ids), "spans": spans}
+def _check_dropped(source: SourceConfig, tally: SourceTally, cfg: DataConfig) -> None:
+    num_dropped = tally.dropped.total()
+    if num_dropped > cfg.max_dropped_share * tally.read:
+        reasons = ", ".join(f"{reason} {rows}" for reason, rows in tally.dropped.most_common())
+        raise ValueError(
+            f"{source_path(source)}: {num_dropped} of {tally.read} rows dropped ({reasons}), more than data.max_dropped_share = "
+            f"{cfg.max_dropped_share}; mend the source, raise data.max_prompt_tokens, or raise the share{tally.first_example()}"
+        )
+
+
+def _check_num_shards(sources: Sequence[SourceConfig], num_shards: int, tallies: list[SourceTally], cfg: DataConfig) -> None:
+    num_rows = sum(tally.kept for tally in tallies)
+    if num_rows and num_shards >= cfg.min_shards:
+        return
+    fitting = num_rows // cfg.min_shards
+    remedy = f"lower data.rows_per_shard to {fitting} or data.min_shards" if fitting else "lower data.min_shards"
+    raise ValueError(
+        f"{', '.join(map(source_path, sources))}: {num_rows} usable rows of {sum(tally.read for tally in tallies)} fill "
+        f"{num_shards} shards of data.rows_per_shard = {cfg.rows_per_shard}, data.min_shards = {cfg.min_shards} are required; "
+        f"add rows or {remedy}"
+    )
+
+
+def _add_samples(samples: list[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase", rows: list[TokenRow]) -> None:
+    """Add the first rows of each source as text, as long as there are few."""
+    shown = Counter(sample["source"] for sample in samples)
+    for row in rows:
+        if len(samples) == NUM_SAMPLES:
+            return
+        if shown[row.source] < SAMPLES_OF_A_SOURCE:
+            shown[row.source] += 1
+            spans = [list(span) for span in text_spans(tokenizer, row.token_ids, row.loss_mask)]
+            samples.append({"sample_id": row.sample_id, "source": row.source, "tokens": len(row.token_ids), "spans": spans})

@@ -19,32 +19,40 @@ class WrittenAnswer(Protocol):
     def token_ids(self) -> list[int]: ...
 
 
+def waiting_rows(rows: Sequence[TokenRow]) -> list[TokenRow]:
+    """The prompts among the rows: those without a supervised token. The others keep the answers that they came with."""
+    return [row for row in rows if not any(row.loss_mask)]
+
+
 def attach_answers(rows: Sequence[TokenRow], answers: Sequence[WrittenAnswer]) -> list[TokenRow]:
     """Append each answer to its prompt and supervise the answer.
 
     Args:
-        rows: prompts, all-False masks.
-        answers: one for each row, in order.
+        rows: prompts, all-False masks, and rows that have answers already.
+        answers: one for each of `waiting_rows`, in order.
 
     Returns:
-        the rows with answers of at least MIN_ANSWER_TOKENS tokens, in order; the caller counts those that are missing.
+        the rows in order, without those whose answer has less than MIN_ANSWER_TOKENS tokens; the caller counts what is missing.
 
     Raises:
-        ValueError: if rows and answers do not pair up, or a row already has supervised tokens; names the row.
+        ValueError: if prompts and answers do not pair up.
     """
-    if len(rows) != len(answers):
+    num_waiting = len(waiting_rows(rows))
+    if num_waiting != len(answers):
         raise ValueError(
-            f"every prompt needs one answer, got {len(answers)} answers for {len(rows)} prompts; ask the engine again"
+            f"every prompt needs one answer, got {len(answers)} answers for {num_waiting} prompts; ask the engine again"
         )
+    left = iter(answers)
     answered = []
-    for row, answer in zip(rows, answers, strict=True):
+    for row in rows:
         if any(row.loss_mask):
-            raise ValueError(f"row {row.sample_id} already holds an answer; prepare the shard with regenerate.enabled = true")
-        num_new = len(answer.token_ids)
-        if num_new >= MIN_ANSWER_TOKENS:
-            mask = row.loss_mask + [True] * num_new
-            answered.append(TokenRow(row.sample_id, row.source, row.token_ids + list(answer.token_ids), mask))
+            answered.append(row)
+            continue
+        new_ids = list(next(left).token_ids)
+        if len(new_ids) >= MIN_ANSWER_TOKENS:
+            mask = row.loss_mask + [True] * len(new_ids)
+            answered.append(TokenRow(row.sample_id, row.source, row.token_ids + new_ids, mask))
     if len(answered) < len(rows):
         dropped = len(rows) - len(answered)
-        logger.warning("%d of %d answers are shorter than %d tokens: dropped", dropped, len(rows), MIN_ANSWER_TOKENS)
+        logger.warning("%d of %d answers are shorter than %d tokens: dropped", dropped, num_waiting, MIN_ANSWER_TOKENS)
     return answered

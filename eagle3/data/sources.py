@@ -1,53 +1,158 @@
-"""Source rows: JSONL files read line by line, with every fault named by file and line."""
+"""Sources of rows: what a SourceConfig names, which version of it is meant, and its rows in order.
 
-import json
-from collections.abc import Iterator
+A place is a hub data set `name[:subset]:split`, streamed through `datasets`, or a file or directory, here or at a URL. Of a
+directory all JSONL, JSON and Parquet files are read, sorted by path; files that begin with a dot or an underscore are not.
+"""
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from eagle3.config import SourceConfig
+from eagle3.data.files import Record, file_format, read_file
+from eagle3.data.presets import PRESETS
+from eagle3.shards import digest_of
+from eagle3.target.hub import hub_commit
+
+HUB_PLACE = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::([\w.-]+))?:([\w.-]+(?:\[[\w:%-]*\])?)")
+READ_SIZE = 1 << 20
+
+logger = logging.getLogger(__name__)
 
 
-def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
-    """Stream a JSONL file: one JSON object a line, blank lines skipped; a byte-order mark and CRLF are fine.
+def source_path(source: SourceConfig) -> str:
+    """The place that is read: the source's own path, or its preset's."""
+    return source.path or PRESETS[source.preset].path
 
-    Args:
-        path: a UTF-8 file.
 
-    Yields:
-        (line number from 1, row).
+def source_name(source: SourceConfig) -> str:
+    """What rows and report call a source; free of directories, so that digests do not depend on them."""
+    path = source_path(source)
+    return source.name or (path if hub_parts(path) else path.rstrip("/").rpartition("/")[2])
+
+
+def hub_parts(path: str) -> tuple[str, str, str] | None:
+    """(name, subset or empty, split) of a hub data set; None for files, directories and URLs.
 
     Raises:
-        ValueError: if the file cannot be opened, a line is not UTF-8, not JSON or not an object, or there is no row at all.
+        ValueError: if it is neither.
     """
-    empty = True
-    try:
-        with open(path, "rb") as f:
-            for number, line in enumerate(f, 1):
-                text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-                if text.strip():
-                    empty = False
-                    yield number, _parse_line(text, path, number)
-    except OSError as e:
-        raise ValueError(f"{path} cannot be read ({e.strerror}); give the path of a readable JSONL file") from e
-    if empty:
-        raise ValueError(f"{path} has no rows; write one JSON object with messages or a prompt on each line")
-
-
-def _parse_line(line: bytes, path: str | Path, number: int) -> Row:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path}, line {number}: byte {e.start + 1} is not UTF-8; save the file as UTF-8") from e
-    except json.JSONDecodeError as e:
+    if "://" in path or Path(path).expanduser().exists():
+        return None
+    looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1 or file_format(path)
+    match = None if looks_local else HUB_PLACE.fullmatch(path)
+    if not match:
         raise ValueError(
-            f"{path}, line {number}: not JSON ({e.msg} at column {e.colno}); write one whole JSON object on each line"
-        ) from e
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{path}, line {number}: not readable JSON ({e}); correct the line or remove it") from e
-    if not isinstance(row, dict):
-        raise ValueError(
-            f"{path}, line {number}: a row must be a JSON object, got {type(row).__name__}; write {{...}} with messages"
+            f"source {path}: no such file or directory, and not a hub data set; give a path, a URL or name[:subset]:split"
         )
-    return row
+    return match[1], match[2] or "", match[3]
+
+
+def resolve_source(source: SourceConfig) -> tuple[str, str]:
+    """Find a source's place and version, as of now, without reading rows.
+
+    Returns:
+        place: hub data set, path or URL.
+        version: the hub commit, or a digest over the content of all files, their names in a directory included.
+
+    Raises:
+        ValueError: if there is no such source; names it and the remedy.
+        ConnectionError: where another try may help.
+    """
+    path = source_path(source)
+    if parts := hub_parts(path):
+        return path, hub_commit("data set", parts[0], source.revision, "dataset")
+    filesystem, files, _ = _list_files(path)
+    if len(files) == 1:
+        return path, _file_version(filesystem, files[0])
+    names = [file.rpartition("/")[2] for file in files]
+    versions = [_file_version(filesystem, file) for file in files]
+    return path, digest_of(*(part for pair in zip(names, versions, strict=True) for part in pair))
+
+
+def pin_sources(sources: Sequence[SourceConfig], versions: Sequence[str]) -> list[SourceConfig]:
+    """The same sources at the versions that `resolve_source` found: a branch that moves meanwhile changes nothing."""
+    pinned = []
+    for source, version in zip(sources, versions, strict=True):
+        pinned.append(source.model_copy(update={"revision": version}) if hub_parts(source_path(source)) else source)
+    return pinned
+
+
+def read_source(source: SourceConfig) -> Iterator[Record]:
+    """Stream a source's rows in order.
+
+    Raises:
+        ValueError: if it cannot be read as a whole (eagle3/data/files.py); names file, row and remedy.
+    """
+    path, name = source_path(source), source_name(source)
+    if parts := hub_parts(path):
+        yield from _read_hub(*parts, source.revision, name)
+        return
+    filesystem, files, root = _list_files(path)
+    for file in files:
+        place = file if isinstance(filesystem, LocalFileSystem) else filesystem.unstrip_protocol(file)
+        yield from read_file(place, f"{name}{file[len(root) :]}")
+
+
+def _read_hub(repository: str, subset: str, split: str, revision: str, name: str) -> Iterator[Record]:
+    import datasets
+
+    number = 0
+    try:
+        rows = datasets.load_dataset(repository, subset or None, split=split, streaming=True, revision=revision or None)
+        for number, row in enumerate(rows, 1):
+            yield Record(f"{name}, row {number}", row)
+    except (ConnectionError, TimeoutError):
+        raise
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as e:
+        raise ValueError(
+            f"data set {repository}, {f'behind row {number}' if number else 'first row'}: {type(e).__name__}: {e}; check name, "
+            "subset, split and HF_TOKEN, or give a local copy"
+        ) from e
+    if not number:
+        raise ValueError(f"data set {name} has no rows; name another split")
+
+
+def _list_files(path: str) -> tuple[Any, list[str], str]:
+    """(file system, files to read in order, the directory's path or the single file's)."""
+    try:
+        filesystem, root = fsspec.url_to_fs(path if "://" in path else str(Path(path).expanduser()))
+        if filesystem.isfile(root):
+            return filesystem, [root], root
+        found = sorted(filesystem.find(root))
+    except (ConnectionError, TimeoutError):
+        raise
+    except (OSError, ValueError, ImportError) as e:
+        raise ValueError(f"source {path} cannot be read ({e}); give a readable file, directory or URL") from e
+    hidden = [f for f in found if any(part.startswith((".", "_")) for part in f[len(root) :].split("/"))]
+    files = [f for f in found if file_format(f) and f not in hidden]
+    if not files:
+        raise ValueError(f"source {path} has no JSONL, JSON or Parquet file; give a directory that holds some")
+    if skipped := len(found) - len(files):
+        logger.warning("source %s: %d files of other formats or hidden are not read", path, skipped)
+    return filesystem, files, root
+
+
+def _file_version(filesystem: Any, path: str) -> str:
+    """A store's own strong entity tag where it has one; else a hash of the content, at the price of reading it."""
+    if not isinstance(filesystem, LocalFileSystem):
+        info = filesystem.info(path)
+        tag = str(info.get("ETag") or info.get("etag") or "")
+        if tag and not tag.startswith("W/"):
+            return digest_of(tag, str(info.get("size")))
+    sha = hashlib.sha256()
+    try:
+        with filesystem.open(path, "rb") as file:
+            while block := file.read(READ_SIZE):
+                sha.update(block)
+    except (ConnectionError, TimeoutError):
+        raise
+    except OSError as e:
+        raise ValueError(f"source {path} cannot be read ({e}); give a readable file") from e
+    return sha.hexdigest()[:32]

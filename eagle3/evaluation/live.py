@@ -3,8 +3,8 @@
 from html import escape
 from typing import Any
 
-from eagle3.evaluation.charts import Point, line_chart
-from eagle3.evaluation.report import STYLE
+from eagle3.page.charts import Point, line_chart
+from eagle3.page.parts import STYLE
 
 # Chart title -> metrics that it draws: key in a metrics line, name of the curve.
 CHARTS: dict[str, dict[str, str]] = {

@@ -3,13 +3,15 @@
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 
-def hub_commit(what: str, name: str, revision: str) -> str:
+def hub_commit(what: str, name: str, revision: str, kind: Literal["model", "dataset"] = "model") -> str:
     """Find the commit that `revision` (empty: the default branch) of a hub id stands for now.
 
     Args:
         what: what is looked for, for the message: "target" or "initial draft".
+        kind: the hub keeps ids of models and of data sets apart.
 
     Raises:
         ConnectionError: where another try may help.
@@ -19,8 +21,10 @@ def hub_commit(what: str, name: str, revision: str) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
+    api = HfApi()
+    look_up = api.dataset_info if kind == "dataset" else api.model_info
     try:
-        return str(HfApi().model_info(name, revision=revision or None, timeout=20).sha)
+        return str(look_up(name, revision=revision or None, timeout=20).sha)
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as e:
         raise _hub_error(what, name, revision, e) from e
 

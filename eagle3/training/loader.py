@@ -140,6 +140,22 @@ def cut_row(row: HiddenStateRow, max_tokens: int) -> HiddenStateRow:
     )
 
 
+def validation_split(sample_ids: list[str], num_rows: int) -> set[int]:
+    """Choose the rows that validate, at most `num_rows`: those whose openings have the smallest hashes.
+
+    Rows whose ids have one opening (the part before the colon, if there is one) stay together, so that training never sees the
+    beginning of a conversation that validates. As the data grows, rows leave this choice but hardly ever join it.
+    """
+    openings: dict[str, list[int]] = {}
+    for row, sample_id in enumerate(sample_ids):
+        openings.setdefault(sample_id.partition(":")[0], []).append(row)
+    held: set[int] = set()
+    for opening in sorted(openings, key=lambda o: hashlib.sha256(o.encode()).digest()):
+        if len(held) + len(openings[opening]) <= num_rows:
+            held.update(openings[opening])
+    return held
+
+
 class ShardRows:
     """The rows of several hidden-state shards, numbered in shard order, known from the manifests; chunks are opened when needed.
 
@@ -175,10 +191,8 @@ class ShardRows:
         self.row_in_chunk = [r for chunk in chunks for r in range(len(chunk.entry["lengths"]))]
 
     def split(self, validation_rows: int) -> tuple[list[int], list[int]]:
-        """(training rows, validation rows): the rows with the smallest content hash validate, at most a tenth of all."""
-        wanted = min(validation_rows, len(self.lengths) // 10)
-        ranked = sorted(range(len(self.lengths)), key=lambda r: hashlib.sha256(self.sample_ids[r].encode()).digest())
-        held = set(ranked[:wanted])
+        """(training rows, validation rows): `validation_split` over all shards, at most a tenth of the rows."""
+        held = validation_split(self.sample_ids, min(validation_rows, len(self.lengths) // 10))
         return [r for r in range(len(self.lengths)) if r not in held], sorted(held)
 
     def chunks_of(self, pack: list[int]) -> list[int]:

@@ -6,19 +6,20 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.data.chat import (
-    conversation_pieces,
-    encode_conversations,
+    EncodedRow,
+    conversation_rows,
+    encode_rows,
     load_chat_tokenizer,
-    prompt_text,
-    render_conversation,
+    prompt_row,
     render_prompt,
     text_spans,
 )
-from eagle3.data.conversations import Message
+from eagle3.data.conversations import BadRow, Conversation, Message
+from eagle3.data.template import Piece
 from tests.data.tiny import CHATML, train_tokenizer
 
 CONTENT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20) | st.sampled_from(
@@ -45,13 +46,20 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
+def encode(tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_tokens: int | None = None) -> EncodedRow:
+    (row,) = encode_rows(tokenizer, conversation_rows(tokenizer, Conversation(messages)), max_tokens)
+    return row
+
+
 def supervised_runs(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[str]:
-    return [text for text, supervised in text_spans(tokenizer, *render_conversation(tokenizer, messages)) if supervised]
+    row = encode(tokenizer, messages)
+    return [text for text, supervised in text_spans(tokenizer, row.token_ids, row.loss_mask) if supervised]
 
 
 def test_mask_of_a_short_conversation_by_hand(tokenizer: PreTrainedTokenizerBase) -> None:
     messages = [turn("system", "x"), turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
-    ids, mask = render_conversation(tokenizer, messages)
+    ids, mask, num_cut, reason = encode(tokenizer, messages)
+    assert (num_cut, reason) == (0, "")
     assert text_spans(tokenizer, ids, mask) == [
         ("<|start|>system\nx<|end|>\n<|start|>user\na<|end|>\n<|start|>assistant\n", False),
         ("b<|end|>", True),
@@ -64,7 +72,7 @@ def test_mask_of_a_short_conversation_by_hand(tokenizer: PreTrainedTokenizerBase
 
 def test_turns_after_the_last_answer_are_cut_off(tokenizer: PreTrainedTokenizerBase) -> None:
     answered = [turn("user", "a"), turn("assistant", "b")]
-    assert render_conversation(tokenizer, [*answered, turn("user", "c")]) == render_conversation(tokenizer, answered)
+    assert encode(tokenizer, [*answered, turn("user", "c")]) == encode(tokenizer, answered)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -75,7 +83,7 @@ def test_mask_is_exactly_the_assistants_words_and_end_of_turn(
     messages = [turn("system", system)] if system is not None else []
     for asked, answered in exchanges:
         messages += [turn("user", asked), turn("assistant", answered)]
-    ids, mask = render_conversation(tokenizer, messages)
+    ids, mask = encode(tokenizer, messages)[:2]
     assert supervised_runs(tokenizer, messages) == [answered + "<|end|>" for _, answered in exchanges]
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     assert decode(tokenizer, ids) + "\n" == whole
@@ -94,18 +102,51 @@ def test_an_answer_that_would_merge_with_the_generation_prompt_keeps_its_own_tok
 
 
 def test_a_batch_equals_one_by_one(tokenizer: PreTrainedTokenizerBase) -> None:
-    conversations = [[turn("user", "a" * n), turn("assistant", "b" * n)] for n in (1, 7, 30)]
-    batch = encode_conversations(tokenizer, [conversation_pieces(tokenizer, m) for m in conversations])
-    assert batch == [render_conversation(tokenizer, m) for m in conversations]
-    assert encode_conversations(tokenizer, []) == []
+    conversations = [[turn("user", "a" * n), turn("assistant", "b<|end|>" * n)] for n in (1, 7, 30)]
+    batch = encode_rows(tokenizer, [row for m in conversations for row in conversation_rows(tokenizer, Conversation(m))])
+    assert batch == [encode(tokenizer, m) for m in conversations]
+    assert encode_rows(tokenizer, []) == []
+
+
+def test_a_tag_in_a_text_is_cut_where_no_tokenizer_can_join_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [turn("user", "a<|end|><|end|"), turn("assistant", "<|start|>")]
+    assert conversation_rows(tokenizer, Conversation(messages)) == [
+        [
+            Piece("<|start|>system\nHelp.<|end|>\n<|start|>user\na<", 0),
+            Piece("|end|><|end|<|end|>\n<|start|>assistant\n", 0),
+            Piece("<", 1),
+            Piece("|start|><|end|>", 15),
+        ]
+    ]
+
+
+def test_a_greeting_before_the_first_user_turn_is_context(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [turn("assistant", "Welcome"), turn("user", "a"), turn("assistant", "b")]
+    assert supervised_runs(tokenizer, messages) == ["b<|end|>"]
+    assert conversation_rows(tokenizer, Conversation(messages[:2])) == []
+
+
+def test_long_rows_keep_whole_answers(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [turn("user", "a"), turn("assistant", "xyz"), turn("user", "c"), turn("assistant", "zyx")]
+    row = encode(tokenizer, messages)
+    size, first = len(row.token_ids), row.loss_mask.index(True)
+    for limit in (size, size + 1):
+        assert encode(tokenizer, messages, limit) == row
+    # The first answer is four tokens: x, y, z and the end of turn.
+    for limit in (first + 4, first + 5, size - 1):
+        kept = first + 4
+        assert encode(tokenizer, messages, limit) == (row.token_ids[:kept], row.loss_mask[:kept], size - kept, "")
+    for limit, reason in ((first + 3, ""), (first + 2, ""), (first + 1, "empty_mask"), (first, "empty_mask"), (1, "empty_mask")):
+        assert encode(tokenizer, messages, limit) == (row.token_ids[:limit], row.loss_mask[:limit], size - limit, reason)
 
 
 def test_a_template_without_special_end_of_turn_supervises_the_whole_answer() -> None:
-    template = (
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    template = (  # " user" would be one token if the answer's space were not cut off
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    assert supervised_runs(train_tokenizer(template), [turn("user", "a"), turn("assistant", "b")]) == ["b\n"]
+    messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
+    assert supervised_runs(train_tokenizer(template), messages) == ["b ", "d "]
 
 
 def test_a_template_that_trims_supervises_what_it_renders() -> None:
@@ -113,37 +154,60 @@ def test_a_template_that_trims_supervises_what_it_renders() -> None:
     assert supervised_runs(train_tokenizer(trimming), [turn("user", "a"), turn("assistant", " b\n")]) == ["b<|end|>"]
 
 
+def test_a_template_that_closes_the_conversation_does_not_close_the_answer() -> None:
+    closing = CHATML[: CHATML.rindex("{% endif %}")] + "{% else %}<|pad|>{% endif %}"
+    messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
+    assert supervised_runs(train_tokenizer(closing), messages) == ["b<|end|>", "d<|end|>"]
+
+
+def test_a_template_that_changes_earlier_turns_gives_a_row_for_each_answer() -> None:
+    template = (  # answers are shown only while they are the last message
+        "{% for m in messages %}<|start|>{{ m['role'] }}\n"
+        "{% if m['role'] == 'user' or loop.last %}{{ m['content'] }}{% endif %}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    )
+    tokenizer = train_tokenizer(template)
+    messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
+    rows = encode_rows(tokenizer, conversation_rows(tokenizer, Conversation(messages)))
+    first = "<|start|>user\na<|end|>\n<|start|>assistant\n"
+    assert [text_spans(tokenizer, row.token_ids, row.loss_mask) for row in rows] == [
+        [(first, False), ("b<|end|>", True)],
+        [(f"{first}<|end|>\n<|start|>user\nc<|end|>\n<|start|>assistant\n", False), ("d<|end|>", True)],
+    ]
+
+
+def test_answers_elsewhere_than_behind_the_generation_prompt_are_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    elsewhere = CHATML.replace("<|start|>assistant\n{% endif", "<|start|>model\n{% endif")
+    messages = [turn("user", "a"), turn("assistant", "modest"), turn("user", "c"), turn("assistant", "d")]
+    assert supervised_runs(train_tokenizer(elsewhere), messages) == ["modest<|end|>", "d<|end|>"]
+    assert caplog.text.count("writes answers elsewhere than behind its generation prompt") == 1
+
+
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "reason", "said"),
     [
-        (  # answers are shown only while they are the last message
-            "{% for m in messages %}<|start|>{{ m['role'] }}\n"
-            "{% if m['role'] == 'user' or loop.last %}{{ m['content'] }}{% endif %}<|end|>\n{% endfor %}"
-            "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}",
-            "renders the turns before message 4 differently once it follows; cut the row after its first answer",
-        ),
-        (
-            CHATML.replace("<|start|>assistant\n{% endif", "<|start|>model\n{% endif"),
-            "does not render message 2 (assistant) behind",
-        ),
         (
             CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] == 'user' %}"),
-            "does not render message 2",
+            "answer_not_rendered",
+            "does not write message 2",
         ),
-        ("{{ raise_exception('no system role') }}", "refuses the conversation (no system role); change the row"),
-        ("{{ messages[0]['content'] + 1 }}", "refuses the conversation ("),
+        ("{{ raise_exception('no system role') }}", "template_refuses", "refuses the conversation (no system role); change"),
+        ("{{ messages[0]['content'] + 1 }}", "template_refuses", "refuses the conversation ("),
+        ("{{ messages[0]['content'] | tojson(ensure_ascii=true) }}", "tag_in_text", "escapes a text that spells one of its tags"),
     ],
 )
-def test_a_template_without_stable_boundaries_is_an_error(template: str, said: str) -> None:
-    messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
-    with pytest.raises(ValueError, match=re.escape(said)):
-        render_conversation(train_tokenizer(template), messages)
+def test_a_template_that_does_not_write_the_answer_is_an_error(template: str, reason: str, said: str) -> None:
+    messages = [turn("user", "a<|end|>"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
+    with pytest.raises(BadRow, match=re.escape(said)) as e:
+        conversation_rows(train_tokenizer(template), Conversation(messages))
+    assert e.value.reason == reason
 
 
 def test_a_tokenizer_is_loaded_from_its_directory(tokenizer: PreTrainedTokenizerBase, tokenizer_dir: Path) -> None:
     messages = [turn("user", "Hello é")]
     assert render_prompt(load_chat_tokenizer(tokenizer_dir), messages) == render_prompt(tokenizer, messages)
-    assert prompt_text(tokenizer, messages).endswith("Hello é<|end|>\n<|start|>assistant\n")
+    (piece,) = prompt_row(tokenizer, Conversation(messages))
+    assert piece.text.endswith("Hello é<|end|>\n<|start|>assistant\n")
 
 
 def test_a_tokenizer_without_a_chat_template_is_an_error_that_names_the_directory(tmp_path: Path) -> None:
@@ -153,13 +217,22 @@ def test_a_tokenizer_without_a_chat_template_is_an_error_that_names_the_director
     assert str(e.value).startswith(f"{tmp_path}: ")
 
 
-def test_a_tokenizer_that_adds_a_space_before_every_text_is_an_error(tmp_path: Path) -> None:
+def test_a_tokenizer_that_adds_a_space_before_every_text_adds_none_inside_a_row(tmp_path: Path) -> None:
     tokenizer = train_tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save_pretrained(str(tmp_path))
-    with pytest.raises(ValueError, match=r"adds a space before every text.*choose a target"):
+    loaded = load_chat_tokenizer(tmp_path)
+    assert supervised_runs(loaded, [turn("user", "a"), turn("assistant", "b")]) == ["b<|end|>"]
+    assert encode(loaded, [turn("user", "a"), turn("assistant", "\n  b")]).reason == "merged_pieces"
+
+
+def test_a_tokenizer_that_changes_the_begin_of_every_text_is_an_error(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("z")
+    tokenizer.save_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match=r"cannot tokenize a text in pieces.*; choose a target") as e:
         load_chat_tokenizer(tmp_path)
+    assert str(e.value).startswith(f"{tmp_path}: ")
 
 
 @pytest.mark.parametrize("name", ["", "gone"])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.config import DataConfig
-from eagle3.data.chat import render_conversation, render_prompt
-from eagle3.data.conversations import to_messages
+from eagle3.config import DataConfig, SourceConfig
+from eagle3.data.chat import conversation_rows, encode_rows, render_prompt
+from eagle3.data.conversations import Conversation, Message, to_conversation
 from eagle3.data.prepare import PreparedFiles, prepare_shards
 from eagle3.shards import TokenRow, read_token_shard, summarise_rows
 from tests.data.tiny import train_tokenizer
@@ -41,9 +41,15 @@ class Workplace:
     def prepare(
         self, rows: list[dict[str, Any]], regenerate: bool = True, heldout: list[dict[str, Any]] = HELDOUT, **settings: Any
     ) -> PreparedFiles:
-        train_path = write_rows(self.root / "train.jsonl", rows)
-        heldout_path = write_rows(self.root / "heldout.jsonl", heldout)
-        return prepare_shards(train_path, heldout_path, self.tokenizer_dir, DataConfig(**settings), regenerate, self.out_dir)
+        source = SourceConfig(path=str(write_rows(self.root / "train.jsonl", rows)))
+        return self.prepare_sources([source], regenerate, heldout, **settings)
+
+    def prepare_sources(
+        self, sources: list[SourceConfig], regenerate: bool = True, heldout: list[dict[str, Any]] = HELDOUT, **settings: Any
+    ) -> PreparedFiles:
+        heldout_source = SourceConfig(path=str(write_rows(self.root / "heldout.jsonl", heldout)))
+        cfg = DataConfig(sources=sources, **settings)
+        return prepare_shards(heldout_source, self.tokenizer_dir, cfg, regenerate, self.out_dir)
 
     def written(self) -> list[str]:
         return sorted(p.name for p in self.out_dir.iterdir()) if self.out_dir.exists() else []
@@ -54,27 +60,34 @@ def place(tmp_path: Path, tokenizer_dir: Path) -> Workplace:
     return Workplace(tmp_path, tokenizer_dir)
 
 
+def messages_of(row: dict[str, Any]) -> list[Message]:
+    conversation = to_conversation(row)
+    assert isinstance(conversation, Conversation)
+    return conversation.messages
+
+
 def all_rows(prepared: PreparedFiles) -> list[TokenRow]:
     return [row for file in prepared.shards for row in read_token_shard(file.path)]
 
 
 def test_regeneration_keeps_prompts_only(place: Workplace, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = all_rows(place.prepare([{"prompt": "a", "response": "b"}, CHAT]))
-    asked = [to_messages({"prompt": "a"}, "", 0), to_messages(CHAT, "", 0)[:3]]
+    asked = [messages_of({"prompt": "a"}), messages_of(CHAT)[:3]]
     assert [r.token_ids for r in rows] == [render_prompt(tokenizer, m) for m in asked]
     assert not any(any(r.loss_mask) for r in rows)
 
 
 def test_without_regeneration_rows_are_whole_conversations(place: Workplace, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = all_rows(place.prepare([CHAT], regenerate=False))
-    assert [(r.token_ids, r.loss_mask) for r in rows] == [render_conversation(tokenizer, to_messages(CHAT, "", 0))]
+    (expected,) = encode_rows(tokenizer, conversation_rows(tokenizer, Conversation(messages_of(CHAT))))
+    assert [(r.token_ids, r.loss_mask) for r in rows] == [(expected.token_ids, expected.loss_mask)]
 
 
 def test_heldout_rows_are_prompts_in_either_mode(place: Workplace, tokenizer: PreTrainedTokenizerBase) -> None:
     for regenerate in (True, False):
         prepared = place.prepare([CHAT], regenerate, heldout=[{"prompt": "a", "response": "b"}])
         (row,) = read_token_shard(prepared.heldout.path)
-        assert row.token_ids == render_prompt(tokenizer, to_messages({"prompt": "a"}, "", 0))
+        assert row.token_ids == render_prompt(tokenizer, messages_of({"prompt": "a"}))
         assert not any(row.loss_mask)
 
 
@@ -89,8 +102,8 @@ def test_summaries_and_report_count_what_the_files_hold(place: Workplace) -> Non
     assert report["tokens"] == sum(len(r.token_ids) for r in kept)
     assert report["supervised_tokens"] == sum(sum(r.loss_mask) for r in kept)
     assert report["prompts"] == {"train": 5, "heldout": 1}
-    assert report["heldout"] == {"rows_read": 1, "dropped": {}}
-    assert [s["sample_id"] for s in report["samples"]] == [r.sample_id for r in kept[:4]]
+    assert (report["heldout"]["rows_read"], report["heldout"]["dropped"]) == (1, {})
+    assert [s["sample_id"] for s in report["samples"]] == [r.sample_id for r in kept[:2]]
     assert report["samples"][0]["spans"][1] == ["r<|end|>", True]
     assert str(place.root) not in json.dumps(report)
 
@@ -117,7 +130,7 @@ def test_digests_do_not_depend_on_where_the_files_lie(tmp_path: Path, tokenizer_
 def test_batches_do_not_show(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"prompt": f"p{i}", "response": "r" * (i + 1)} for i in range(7)]
     whole = all_rows(place.prepare(rows, regenerate=False))
-    monkeypatch.setattr("eagle3.data.prepare.BATCH_ROWS", 3)
+    monkeypatch.setattr("eagle3.data.encode.BATCH_ROWS", 3)
     assert all_rows(place.prepare(rows, regenerate=False)) == whole
 
 
@@ -142,20 +155,20 @@ def test_training_rows_that_open_like_a_heldout_prompt_are_dropped_and_counted(p
 
 
 def test_a_prompt_longer_than_the_limit_is_dropped_and_counted(place: Workplace, tokenizer: PreTrainedTokenizerBase) -> None:
-    limit = len(render_prompt(tokenizer, to_messages({"prompt": "aaa"}, "", 0)))
+    limit = len(render_prompt(tokenizer, messages_of({"prompt": "aaa"})))
     rows = [{"prompt": "a" * n, "response": "b" * 50} for n in (1, 3, 4)]
     heldout = [{"prompt": "c" * n} for n in (1, 90)]
     for regenerate in (True, False):
         report = place.prepare(rows, regenerate, heldout, max_prompt_tokens=limit).report
         assert report["dropped"] == {"prompt_too_long": 1}
-        assert report["heldout"] == {"rows_read": 2, "dropped": {"prompt_too_long": 1}}
+        assert report["heldout"]["dropped"] == {"prompt_too_long": 1}
         assert report["prompts"] == {"train": 2, "heldout": 1}
 
 
 def test_long_rows_are_truncated_and_counted_and_empty_masks_dropped(
     place: Workplace, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    num_prompt = len(render_prompt(tokenizer, to_messages({"prompt": "a"}, "", 0)))
+    num_prompt = len(render_prompt(tokenizer, messages_of({"prompt": "a"})))
     rows = [{"prompt": "a", "response": "xyz"}, {"prompt": "a", "response": "x"}, {"prompt": "aa", "response": "xyz"}]
     prepared = place.prepare(rows, regenerate=False, max_tokens=num_prompt + 2)
     # "aa" is one token longer: only its first answer token fits, which no loss trains.
@@ -167,7 +180,7 @@ def test_long_rows_are_truncated_and_counted_and_empty_masks_dropped(
 def test_more_dropped_rows_than_allowed_is_an_error_with_counts_by_reason(place: Workplace) -> None:
     rows = [{"prompt": "a"}, {"prompt": "a"}, {"prompt": "b" * 90}, {"prompt": "held out"}]
     said = (
-        "train.jsonl: 3 of 4 rows dropped (duplicate 1, in_heldout 1, prompt_too_long 1), "
+        "train.jsonl: 3 of 4 rows dropped (duplicate 1, prompt_too_long 1, in_heldout 1), "
         "more than data.max_dropped_share = 0.5; mend the source"
     )
     with pytest.raises(ValueError, match=re.escape(said)):
@@ -213,34 +226,63 @@ def test_the_suggested_shard_size_works(place: Workplace) -> None:
 
 
 @pytest.mark.parametrize("regenerate", [True, False])
-def test_a_bad_last_line_stops_everything_before_anything_is_written(place: Workplace, regenerate: bool) -> None:
-    rows: list[dict[str, Any]] = [{"prompt": f"p{i}", "response": "x"} for i in range(6)]
-    with pytest.raises(ValueError, match=r"train\.jsonl, line 7: no conversation"):
-        place.prepare([*rows, {"text": "?"}], regenerate, rows_per_shard=2)
-    assert place.written() == []
-    with pytest.raises(ValueError, match=r"heldout\.jsonl, line 2: prompt is empty; fill it"):
-        place.prepare(rows, regenerate, heldout=[{"prompt": "a"}, {"prompt": ""}])
-    assert place.written() == []
+def test_bad_rows_are_dropped_counted_and_shown(place: Workplace, regenerate: bool) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": f"p{i}", "response": "x"} for i in range(9)]
+    heldout = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": ""}]
+    bad = [{"text": "?"}, {"prompt": 7, "response": "x"}, {"text": "!"}, {"text": "."}, {"text": ","}]
+    prepared = place.prepare([*rows, *bad], regenerate, heldout, rows_per_shard=2)
+    assert prepared.report["dropped"] == {"no_conversation": 4, "not_text": 1}
+    assert prepared.report["heldout"]["dropped"] == {"empty_text": 1}
+    assert all_rows(prepared) == all_rows(place.prepare(rows, regenerate, heldout, rows_per_shard=2))
+    shown = prepared.report["sources"]["train.jsonl"]["examples"]
+    assert [e["row"] for e in shown["no_conversation"]] == [f"train.jsonl, line {i}" for i in (10, 12, 13)]
+    assert "only the keys ['text']" in shown["no_conversation"][0]["message"]
 
 
-def test_a_row_that_the_template_refuses_is_named_and_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_a_row_that_the_template_refuses_is_dropped_counted_and_shown(tmp_path: Path) -> None:
     target = tmp_path / "target"
     template = (
         "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
         "{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>{% endif %}"
     )
     train_tokenizer(template).save_pretrained(str(target))
-    place = Workplace(tmp_path, target)
     system = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}
-    with pytest.raises(ValueError, match=r"train\.jsonl, line 2: the chat template refuses .*no system role.*; change the row"):
-        place.prepare([{"prompt": "a"}, system])
-    assert place.written() == []
+    report = Workplace(tmp_path, target).prepare([{"prompt": "a"}, system]).report
+    assert report["dropped"] == {"template_refuses": 1}
+    (example,) = report["sources"]["train.jsonl"]["examples"]["template_refuses"]
+    assert example["row"] == "train.jsonl, line 2"
+    assert "no system role" in example["message"]
 
 
-def test_rows_without_an_answer_are_refused_where_nothing_regenerates_it(place: Workplace) -> None:
-    with pytest.raises(ValueError, match=r"train\.jsonl, line 2: no assistant text to train on; .*regenerate\.enabled"):
-        place.prepare([CHAT, {"prompt": "a"}], regenerate=False)
+def test_rows_without_an_answer_are_dropped_where_nothing_regenerates_it(place: Workplace) -> None:
+    assert place.prepare([CHAT, {"prompt": "a"}], regenerate=False).report["dropped"] == {"no_answer": 1}
     assert place.prepare([CHAT, {"prompt": "a"}], regenerate=True).report["rows_kept"] == 2
+    said = r"1 of 1 rows dropped \(no_answer 1\).*First: train\.jsonl, line 1: no assistant text.*regenerate\.enabled"
+    with pytest.raises(ValueError, match=said):
+        place.prepare([{"prompt": "a"}], regenerate=False)
+
+
+def test_a_row_that_breaks_a_template_in_an_unforeseen_way_does_not_end_the_run(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eagle3.data import encode
+
+    def trip(tokenizer: Any, conversation: Conversation, thinking: bool | None) -> Any:
+        return 1 / 0 if conversation.messages[0]["content"] == "a" else prompt_row(tokenizer, conversation, thinking)
+
+    prompt_row = encode.prompt_row
+    monkeypatch.setattr(encode, "prompt_row", trip)
+    report = place.prepare([{"prompt": "a"}, {"prompt": "b"}]).report
+    assert report["dropped"] == {"failed": 1}
+    assert report["sources"]["train.jsonl"]["examples"]["failed"][0]["message"] == "ZeroDivisionError: division by zero"
+
+
+def test_a_source_cut_off_in_the_middle_is_an_error_and_nothing_is_left_behind(place: Workplace) -> None:
+    path = place.root / "rows.json"
+    path.write_text(json.dumps([{"prompt": f"p{i}"} for i in range(9)])[:-20])
+    with pytest.raises(ValueError, match=r"rows\.json, row 8: not JSON"):
+        place.prepare_sources([SourceConfig(path=str(path))], rows_per_shard=2)
+    assert place.written() == []
 
 
 def test_no_heldout_prompt_left_is_an_error(place: Workplace) -> None:
@@ -251,9 +293,106 @@ def test_no_heldout_prompt_left_is_an_error(place: Workplace) -> None:
 
 
 def test_shipped_prompts_are_all_kept_and_none_is_held_out_too(tmp_path: Path, tokenizer_dir: Path) -> None:
-    cfg = DataConfig(rows_per_shard=100, min_shards=3)
-    prepared = prepare_shards(RECIPES / "prompts.jsonl", RECIPES / "heldout.jsonl", tokenizer_dir, cfg, True, tmp_path)
+    train, heldout = (SourceConfig(path=str(RECIPES / name)) for name in ("prompts.jsonl", "heldout.jsonl"))
+    cfg = DataConfig(sources=[train], rows_per_shard=100, min_shards=3)
+    prepared = prepare_shards(heldout, tokenizer_dir, cfg, True, tmp_path)
     assert prepared.report["prompts"] == {"train": 300, "heldout": 24}
     assert prepared.report["dropped"] == prepared.report["heldout"]["dropped"] == {}
     train_ids = {r.sample_id for r in all_rows(prepared)}
     assert not train_ids & {r.sample_id for r in read_token_shard(prepared.heldout.path)}
+
+
+class TestSeveralSources:
+    """Order, weights, caps and duplicates over sources "a", "b" and "c" with prompts a0, a1, …"""
+
+    @pytest.fixture
+    def sources(self, place: Workplace) -> Any:
+        def make(num_rows: dict[str, int], **settings: Any) -> list[SourceConfig]:
+            made = []
+            for name, rows in num_rows.items():
+                path = write_rows(place.root / f"{name}.jsonl", [{"prompt": f"{name}{i}", "response": "x"} for i in range(rows)])
+                made.append(SourceConfig(path=str(path), name=name, **{k: v[name] for k, v in settings.items()}))
+            return made
+
+        return make
+
+    def test_without_weights_each_source_fills_shards_of_its_own(self, place: Workplace, sources: Any) -> None:
+        prepared = place.prepare_sources(sources({"a": 3, "b": 2, "c": 1}), rows_per_shard=2)
+        assert [[r.source for r in read_token_shard(f.path)] for f in prepared.shards] == [["a", "a"], ["a"], ["b", "b"], ["c"]]
+        figures = prepared.report["sources"]
+        assert {name: figures[name]["rows_kept"] for name in figures} == {"a": 3, "b": 2, "c": 1}
+        before = [f.summary.digest for f in prepared.shards]
+        after = [f.summary.digest for f in place.prepare_sources(sources({"a": 4, "b": 2, "c": 1}), rows_per_shard=2).shards]
+        assert (before[0], before[2:]) == (after[0], after[2:])
+
+    def test_weights_are_shares_of_the_rows_until_a_source_is_used_up(self, place: Workplace, sources: Any) -> None:
+        made = sources({"a": 400, "b": 400, "c": 400}, weight={"a": 6, "b": 3, "c": 1})
+        prepared = place.prepare_sources(made)
+        names = [r.source for r in all_rows(prepared)]
+        assert names.count("a") == 400
+        assert 160 < names.count("b") < 240
+        assert 45 < names.count("c") < 90
+        assert prepared.report["sources"]["c"]["rows_read"] == names.count("c")
+        shares = [names[:330].count(name) / 330 for name in "abc"]
+        assert all(abs(share - wanted) < 0.1 for share, wanted in zip(shares, (0.6, 0.3, 0.1), strict=True))
+
+    def test_a_mix_depends_on_the_seed_and_not_on_rows_appended(self, place: Workplace, sources: Any) -> None:
+        def ids(num_a: int, seed: int) -> list[str]:
+            made = sources({"a": num_a, "b": 60}, weight={"a": 1, "b": 1})
+            return [r.sample_id for r in all_rows(place.prepare_sources(made, seed=seed))]
+
+        first, longer = ids(20, 0), ids(30, 0)
+        assert first == ids(20, 0) != ids(20, 1)
+        assert longer[: len(first)] == first
+        assert len(longer) > len(first)
+
+    def test_a_cap_counts_the_rows_that_are_kept(self, place: Workplace) -> None:
+        rows = [{"prompt": "a"}, {"prompt": "a"}, {"prompt": ""}, {"prompt": "b"}, {"prompt": "c"}]
+        source = SourceConfig(path=str(write_rows(place.root / "rows.jsonl", rows)), max_rows=2)
+        prepared = place.prepare_sources([source])
+        assert prepared.report["rows_kept"] == 2
+        assert prepared.report["dropped"] == {"duplicate": 1, "empty_text": 1}
+        assert prepared.report["rows_read"] == 4
+
+    def test_a_row_that_another_source_had_is_a_duplicate(self, place: Workplace, sources: Any) -> None:
+        a, b = sources({"a": 3, "b": 3})
+        both = write_rows(place.root / "both.jsonl", [{"prompt": p} for p in ("a1", "new", "newer")])
+        report = place.prepare_sources([a, SourceConfig(path=str(both), name="both"), b]).report
+        assert report["sources"]["both"]["dropped"] == {"duplicate": 1}
+        assert report["rows_kept"] == 8
+
+    def test_one_source_may_keep_its_own_answers(self, place: Workplace, sources: Any) -> None:
+        made = sources({"a": 1, "b": 1}, regenerate={"a": True, "b": False})
+        a, b = all_rows(place.prepare_sources(made, regenerate=True))
+        assert (any(a.loss_mask), any(b.loss_mask)) == (False, True)
+
+    def test_one_source_that_is_mostly_dropped_is_an_error_however_large_the_others(self, place: Workplace, sources: Any) -> None:
+        bad = write_rows(place.root / "bad.jsonl", [{"text": "?"}, {"prompt": "x"}, {"text": "?"}])
+        with pytest.raises(ValueError, match=r"bad\.jsonl: 2 of 3 rows dropped \(no_conversation 2\)"):
+            place.prepare_sources([*sources({"a": 50}), SourceConfig(path=str(bad))])
+
+    def test_weights_for_some_sources_only_are_an_error(self, place: Workplace, sources: Any) -> None:
+        with pytest.raises(ValueError, match=r"all sources must have a weight above 0, or none, got none for b; add it"):
+            place.prepare_sources(sources({"a": 1, "b": 1}, weight={"a": 1, "b": 0}))
+
+    def test_two_sources_of_one_name_are_an_error(self, place: Workplace, sources: Any) -> None:
+        (a,) = sources({"a": 1})
+        with pytest.raises(ValueError, match=r"a name of its own, got a twice; set `name`"):
+            place.prepare_sources([a, a])
+
+
+def test_prompts_of_further_evaluation_sets_are_kept_out_too(place: Workplace) -> None:
+    path = write_rows(place.root / "bench.jsonl", [{"question": "What is  one\nand two?"}])
+    rows = [{"prompt": "what is ONE and two?"}, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}]
+    later = {"messages": [{"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}, *CHAT["messages"][2:]]}
+    later["messages"][2] = {"role": "user", "content": "What is one and two?"}
+    prepared = place.prepare([*rows, later], excluded=[SourceConfig(path=str(path))])
+    assert prepared.report["dropped"] == {"in_heldout": 2}
+    assert prepared.report["prompts"] == {"train": 3, "heldout": 1}
+
+
+def test_a_conversation_and_its_beginning_have_one_opening(place: Workplace) -> None:
+    rows = all_rows(place.prepare([CHAT, {"messages": CHAT["messages"][:2]}, {"prompt": "other", "response": "x"}], False))
+    openings = [r.sample_id.partition(":")[0] for r in rows]
+    assert openings[0] == openings[1] != openings[2]
+    assert len({r.sample_id for r in rows}) == 3

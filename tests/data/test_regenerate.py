@@ -41,6 +41,9 @@ def test_a_missing_answer_is_an_error() -> None:
         attach_answers([prompt("a", [5]), prompt("b", [5])], [answer(8, 2)])
 
 
-def test_a_row_that_already_holds_an_answer_is_named() -> None:
-    with pytest.raises(ValueError, match=r"row a already holds an answer; prepare the shard with regenerate\.enabled"):
-        attach_answers([TokenRow("a", "train", [5, 6], [False, True])], [answer(8, 2)])
+def test_rows_that_came_with_an_answer_keep_it_and_their_place() -> None:
+    done = TokenRow("b", "other", [5, 6, 7], [False, True, True])
+    rows = [prompt("a", [5]), done, prompt("c", [6]), prompt("d", [7])]
+    answered = attach_answers(rows, [answer(8, 2), answer(2), answer(9, 2)])
+    assert [(r.sample_id, r.token_ids) for r in answered] == [("a", [5, 8, 2]), ("b", [5, 6, 7]), ("d", [7, 9, 2])]
+    assert answered[1] is done

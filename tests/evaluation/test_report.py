@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from eagle3.evaluation.charts import nice_ticks, number, palette, thin
 from eagle3.evaluation.report import render_html
+from eagle3.page.charts import nice_ticks, number, palette, thin
 
 SUMMARY: dict[str, Any] = {
     "run_name": "smoke",

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3.batch import pack_rows
-from eagle3.training.loader import count_cut, cut_row, plan_packs, split_pack
+from eagle3.training.loader import count_cut, cut_row, plan_packs, split_pack, validation_split
 from tests.draft.tiny import random_row
 
 
@@ -164,3 +164,19 @@ def test_a_cut_row_trains_what_its_tokens_allow() -> None:
         (p, i) for i in range(3) for p in range(8) if p + 2 + i < 5
     ]
     assert torch.equal(whole.aux[:5], short.aux)
+
+
+def test_conversations_that_open_alike_are_on_one_side_of_the_validation_split() -> None:
+    ids = [f"{i // 3}:{i}" for i in range(60)]
+    for wanted in (0, 1, 2, 3, 10, 60):
+        held = validation_split(ids, wanted)
+        assert len(held) == wanted // 3 * 3
+        openings = {ids[row].partition(":")[0] for row in held}
+        assert held == {row for row, i in enumerate(ids) if i.partition(":")[0] in openings}
+
+
+def test_rows_that_are_added_never_turn_training_rows_into_validation_rows() -> None:
+    ids = [f"opening {i}:content" for i in range(300)]
+    held = validation_split(ids[:100], 20)
+    assert len(held) == 20
+    assert {row for row in validation_split(ids, 20) if row < 100} <= held

@@ -82,7 +82,7 @@ def write_recipe(path: Path, target: Path, prompts: Path, /, **blocks: dict[str,
     return path
 
 
-def pyflyte_run(recipe: Path) -> Result:
-    """`pyflyte run` the chain on a recipe, in this process."""
-    arguments = ["run", str(ROOT / "workflows/train_eagle3.py"), "train_eagle3", "--inputs-file", str(recipe)]
+def pyflyte_run(recipe: Path, file: str = "train_eagle3.py", workflow: str = "train_eagle3") -> Result:
+    """`pyflyte run` the chain, or another workflow, on a recipe, in this process."""
+    arguments = ["run", str(ROOT / "workflows" / file), workflow, "--inputs-file", str(recipe)]
     return CliRunner().invoke(main, arguments)

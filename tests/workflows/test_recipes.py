@@ -8,6 +8,7 @@ import yaml
 from flyte_runs import ROOT, pyflyte_run, write_prompts, write_recipe
 
 from eagle3.config import StageConfig
+from workflows import journal
 from workflows.train_eagle3 import train_eagle3
 
 
@@ -23,10 +24,10 @@ def test_shipped_recipes_fit_the_workflow(path: Path) -> None:
     inputs = get_type_hints(train_eagle3._workflow_function)
     for name, value in yaml.safe_load(path.read_text()).items():
         kind = inputs[name]
-        if issubclass(kind, StageConfig):
-            kind(**value)
-        elif name in ("prompts", "heldout"):
+        if name in ("prompts", "heldout"):
             assert (ROOT / value).exists()
+        elif issubclass(kind, StageConfig):
+            kind(**value)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,11 @@ def test_unknown_keys_are_refused(workplace: Path, tmp_path: Path, blocks: dict[
 
 
 def test_missing_prompts_are_refused(workplace: Path, tmp_path: Path) -> None:
-    assert "nowhere.jsonl" in refusal(pyflyte_run(write_recipe(tmp_path / "recipe.yaml", tmp_path, tmp_path / "nowhere.jsonl")))
+    journal.start()
+    result = pyflyte_run(write_recipe(tmp_path / "recipe.yaml", tmp_path, tmp_path / "nowhere.jsonl"))
+    assert result.exit_code != 0
+    assert "nowhere.jsonl" in result.output
+    assert not journal.entries()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ UNCACHED = {
     "regenerate_responses",
     "extract_hidden_states",
     "summarize_run",
+    "report_data",
 }
 ON_GPU = {"regenerate_shard", "extract_shard", "train_draft", "evaluate_draft"}
 

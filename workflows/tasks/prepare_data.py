@@ -1,23 +1,32 @@
 """prepare: source rows to token shards."""
 
 import json
+from pathlib import Path
 
-from flytekit import Cache, task
+from flytekit import Cache, Deck, task
 from flytekit.types.file import FlyteFile
 
 import images
-from eagle3.config import DataConfig
+from eagle3.config import DataConfig, SourceConfig
 from workflows import store
 from workflows.interfaces import PreparedData, Target, TokenShard
-from workflows.resources import DATA
+from workflows.resources import DATA, LIGHT
 from workflows.stage import stage
+from workflows.summary import data_text, run_dir, write_text
 
 
-@task(container_image=images.CPU, cache=Cache(version="1", ignored_inputs=("prompts", "heldout", "target")), **DATA)
+@task(
+    container_image=images.CPU,
+    cache=Cache(version="2", ignored_inputs=("prompts", "heldout", "target")),
+    enable_deck=True,
+    deck_fields=(),
+    **DATA,
+)
 @stage
 def prepare_data(
-    prompts: FlyteFile,
+    prompts: FlyteFile | None,
     prompts_digest: str,
+    source_versions: list[str],
     heldout: FlyteFile,
     heldout_digest: str,
     target: Target,
@@ -25,11 +34,23 @@ def prepare_data(
     data: DataConfig,
     regenerate: bool,
 ) -> PreparedData:
-    """Tokenize all rows; with `regenerate` they are prompts that wait for an answer, else their last answer is trained on."""
-    from eagle3.data.prepare import PreparedFile, prepare_shards
+    """Tokenize all rows; with `regenerate` they are prompts that wait for an answer, else their last answer is trained on.
 
+    `source_versions` are those of data.sources and data.excluded, in order: what is read, and part of the cache key.
+    """
+    from eagle3.data.prepare import PreparedFile, prepare_shards
+    from eagle3.data.report import render_report
+    from eagle3.data.sources import pin_sources
+
+    store.share_credentials()
     out = store.new_dir("prepare_data")
-    files = prepare_shards(prompts.download(), heldout.download(), target.directory.download(), data, regenerate, str(out))
+    pinned = pin_sources([*data.sources, *data.excluded], source_versions)
+    sources, excluded = pinned[: len(data.sources)], pinned[len(data.sources) :]
+    if prompts:
+        sources = [SourceConfig(path=prompts.download(), name="train"), *sources]
+    heldout_source = SourceConfig(path=heldout.download(), name="heldout")
+    cfg = data.model_copy(update={"sources": sources, "excluded": excluded})
+    files = prepare_shards(heldout_source, target.directory.download(), cfg, regenerate, str(out))
 
     def shard(index: int, file: PreparedFile) -> TokenShard:
         counts = file.summary
@@ -38,4 +59,21 @@ def prepare_data(
     shards = [shard(i, file) for i, file in enumerate(files.shards)]
     report = out / "report.json"
     report.write_text(json.dumps(files.report, indent=1))
+    Deck("Data", render_report(files.report))
     return PreparedData(shards, shard(0, files.heldout), FlyteFile(str(report)))
+
+
+@task(container_image=images.CPU, enable_deck=True, deck_fields=(), **LIGHT)
+def report_data(run_name: str, data: PreparedData) -> PreparedData:
+    """Show what was prepared: data.html and data.json in runs/<run_name> here, a Deck in a pod."""
+    from eagle3.data.report import render_report
+
+    report = json.loads(Path(data.report.download()).read_text())
+    html = render_report(report)
+    out = run_dir(run_name)
+    write_text(out / "data.html", html)
+    write_text(out / "data.json", json.dumps(report, indent=1))
+    Deck("Data", html)
+    shards_dir = store.location(data.shards[0].file).rpartition("/")[0]
+    print(data_text(report, len(data.shards), shards_dir, str(out / "data.html")), flush=True)
+    return data

@@ -34,14 +34,17 @@ def regenerate_shard(
     server_url: str,
     tensor_parallel_size: int,
 ) -> TokenShard:
-    from eagle3.data.regenerate import attach_answers
+    from eagle3.data.regenerate import attach_answers, waiting_rows
     from eagle3.shards import read_token_shard, write_token_shard
     from eagle3.target.engine import generate
 
     rows = read_token_shard(shard.file.download())
+    waiting = waiting_rows(rows)
+    if not waiting:
+        return shard
     generation = generate(
         target.directory.download(),
-        [row.token_ids for row in rows],
+        [row.token_ids for row in waiting],
         engine,
         temperature=regenerate.temperature,
         top_p=regenerate.top_p,
@@ -51,7 +54,13 @@ def regenerate_shard(
         server_url=server_url,
     )
     answered = attach_answers(rows, generation.answers)
-    logger.info("shard %d: %d of %d prompts answered, the other answers are too short", shard.index, len(answered), len(rows))
+    too_short = len(rows) - len(answered)
+    logger.info(
+        "shard %d: %d of %d prompts answered, the other answers are too short",
+        shard.index,
+        len(waiting) - too_short,
+        len(waiting),
+    )
     path = store.new_dir("regenerate_responses") / f"shard-{shard.index:05d}.parquet"
     written = write_token_shard(path, answered)
     return TokenShard(shard.index, FlyteFile(str(path)), written.rows, written.tokens, written.supervised_tokens, written.digest)

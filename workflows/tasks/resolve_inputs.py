@@ -12,7 +12,7 @@ from workflows.resources import LIGHT
 
 @task(container_image=images.CPU, **LIGHT)
 def resolve_inputs(
-    prompts: FlyteFile,
+    prompts: FlyteFile | None,
     heldout: FlyteFile,
     target: TargetConfig,
     engine: EngineConfig,
@@ -22,18 +22,22 @@ def resolve_inputs(
     train: TrainConfig,
 ) -> ResolvedInputs:
     """Never cached: a branch may have moved, a file may have grown, since the last run."""
+    from eagle3.data.sources import resolve_source
     from eagle3.draft.initial import resolve_initial
     from eagle3.export import check_public_name
     from eagle3.target.resolve import identify_target
 
     journal.start()
+    if not (prompts or data.sources):
+        raise ValueError("there is nothing to train on: give prompts, data.sources or both")
     check_lengths(data, engine, regenerate, evaluate)
     public_name = target.public_name or target.name
     check_public_name(public_name)
     store.share_credentials()
     init_from, init_digest = resolve_initial(train.init_from, train.init_revision) if train.init_from else ("", "")
     return ResolvedInputs(
-        prompts_digest=store.file_digest(prompts.download()),
+        prompts_digest=store.file_digest(prompts.download()) if prompts else "",
+        source_versions=[resolve_source(source)[1] for source in (*data.sources, *data.excluded)],
         heldout_digest=store.file_digest(heldout.download()),
         target=TargetRef(*identify_target(target)),
         public_name=public_name,

@@ -1,7 +1,6 @@
 """The end of a run: sample rows for the report, and the summary that a person reads."""
 
 import json
-import os
 from pathlib import Path
 
 from flytekit import Cache, Deck, task
@@ -49,8 +48,7 @@ def summarize_run(
     from eagle3.evaluation.report import render_html
 
     local = store.is_local()
-    out = (Path("runs") / Path(run_name).name).resolve() if local else store.new_dir("summary")
-    out.mkdir(parents=True, exist_ok=True)
+    out = summary.run_dir(run_name)
     target_dir, export_dir, draft_dir = (store.location(d) for d in (target.directory, report.export, checkpoint.directory))
     shell, python = summary.serve_lines(target_dir, export_dir, engine, evaluate, local)
     figures = json.loads(Path(report.file.download()).read_text())
@@ -69,15 +67,8 @@ def summarize_run(
     }
     metrics = (Path(checkpoint.directory.download()) / "metrics.jsonl").read_text().splitlines()
     html = render_html(figures, [json.loads(line) for line in metrics], json.loads(Path(samples.download()).read_text()))
-    write_text(out / "report.html", html)
-    write_text(out / "summary.json", json.dumps(figures, indent=1))
+    summary.write_text(out / "report.html", html)
+    summary.write_text(out / "summary.json", json.dumps(figures, indent=1))
     Deck("Summary", html)
     print(summary.render_text(figures), flush=True)
     return FlyteDirectory(str(out))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all: another run may have the same name."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(text)
-    part.replace(path)

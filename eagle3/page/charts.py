@@ -1,7 +1,7 @@
 """Line and bar charts as inline SVG, from plain numbers; colours of text and grid come from the page's CSS."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 WIDTH, HEIGHT = 560, 250
@@ -42,7 +42,7 @@ def line_chart(title: str, series: dict[str, list[Point]], x_label: str) -> str:
     return _figure(title, list(zip(curves, colours, strict=True)), _svg(title, parts))
 
 
-def bar_chart(title: str, groups: Sequence[str], series: dict[str, Sequence[float]]) -> str:
+def bar_chart(title: str, groups: Sequence[str], series: Mapping[str, Sequence[float]]) -> str:
     """Bars of shares between 0 and 1, one bar a series in each group, the value written above it."""
     y_range, colours = (0.0, 1.0), palette(len(series))
     parts = [_grid([0.0, 0.25, 0.5, 0.75, 1.0], y_range)]

@@ -1,0 +1,96 @@
+"""Well-known data sets: where each lies on the hub, and how its rows become rows of a format that is recognised.
+
+A mapping sees one row as `datasets` yields it; what is missing from the row raises KeyError, which the caller counts.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import dropwhile
+from typing import Any
+
+from eagle3.data.files import Row
+
+
+@dataclass(frozen=True)
+class Preset:
+    """path: the data set, as in SourceConfig.path. map_row: its row to {conversations} or {messages, tools}."""
+
+    path: str
+    map_row: Callable[[Row], Row]
+
+
+def _sharegpt(row: Row) -> Row:
+    # Long chats were cut into pieces, so that some begin in the middle, with an answer.
+    turns = dropwhile(lambda turn: turn["from"] not in ("human", "user", "system"), row["conversations"])
+    return {"conversations": list(turns)}
+
+
+def _ultrachat(row: Row) -> Row:
+    # `prompt` repeats the first message.
+    return {"messages": row["messages"]}
+
+
+def _conversations(row: Row) -> Row:
+    return {"conversations": row["conversations"]}
+
+
+def _toolace(row: Row) -> Row:
+    """The functions stand as a JSON list in the system text, calls as [Name(key=value), …] in the assistant's."""
+    system, tools = _cut_out_tools(row["system"])
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for turn in row["conversations"]:
+        role, text = turn["from"], turn["value"]
+        calls = _parse_calls(text) if role == "assistant" else []
+        if calls:
+            functions = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+            messages.append({"role": role, "content": "", "tool_calls": functions})
+        else:
+            messages.append({"role": role, "content": text})
+    return {"messages": messages, "tools": tools}
+
+
+def _cut_out_tools(system: str) -> tuple[str, list[Row]]:
+    """Split a system text before its list of functions; the words that introduce the list and what follows go with it."""
+    at = system.find('[{"name"')
+    if at < 0:
+        return system, []
+    functions, _ = json.JSONDecoder().raw_decode(system, at)
+    return "", [{"type": "function", "function": function} for function in functions]
+
+
+CALL_NAME = re.compile(r"(?:^\[|\)\s*,)\s*([^()\[\]{}'\"=,]+)\(")
+
+
+def _parse_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """[Name(key=value), …] as (name, arguments); empty for any other text. Names may hold spaces and dots."""
+    names: list[str] = []
+
+    def rename(match: re.Match[str]) -> str:
+        names.append(match[1].strip())
+        return match[0].replace(match[1], "call")
+
+    try:
+        tree = ast.parse(CALL_NAME.sub(rename, text.strip()), mode="eval").body
+        calls = tree.elts if isinstance(tree, ast.List) else []
+        read = [_read_arguments(call) for call in calls]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    return list(zip(names, read, strict=True)) if len(names) == len(read) else []
+
+
+def _read_arguments(call: ast.expr) -> dict[str, Any]:
+    if not isinstance(call, ast.Call) or call.args:
+        raise ValueError("not a call with named arguments")
+    return {argument.arg or "": ast.literal_eval(argument.value) for argument in call.keywords}
+
+
+PRESETS = {
+    "sharegpt": Preset("Aeala/ShareGPT_Vicuna_unfiltered:train", _sharegpt),
+    "ultrachat": Preset("HuggingFaceH4/ultrachat_200k:train_sft", _ultrachat),
+    "magpie": Preset("Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered:train", _conversations),
+    "open_perfectblend": Preset("mlabonne/open-perfectblend:train", _conversations),
+    "toolace": Preset("Team-ACE/ToolACE:train", _toolace),
+}
