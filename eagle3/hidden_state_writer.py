@@ -6,7 +6,8 @@ beside it as `chunk-00003.json`; the last attempt gathers these entries into the
 name: two writers of one shard at once leave files that are whole, and entries that name one of them.
 
 Frames are encoded in threads. A chunk is saved, hashed and uploaded in one more thread while the next is filled. Whoever adds
-rows waits for both: at most two encoded chunks lie in memory besides the one that is filled, and one on the local disk.
+rows waits for both: at most two encoded chunks lie in memory besides the one that is filled (one of them twice while its file is
+put together), and one on the local disk.
 """
 
 import json
@@ -132,7 +133,7 @@ class HiddenStateWriter:
         self.states: dict[int, Tensor] = {}
         self.frames: dict[tuple[int, int], Future[EncodedFrame]] = {}
         self.chunks: list[Future[None]] = []
-        self.room_for_frame, self.room_for_chunk = BoundedSemaphore(4 * ENCODE_THREADS), BoundedSemaphore(CHUNKS_IN_MEMORY)
+        self.room_for_frame, self.room_for_chunk = BoundedSemaphore(2 * ENCODE_THREADS), BoundedSemaphore(CHUNKS_IN_MEMORY)
         self.encoders = ThreadPoolExecutor(ENCODE_THREADS, "encode-frames", lambda: torch.set_num_threads(1))
         self.saver = ThreadPoolExecutor(1, "write-chunks", lambda: torch.set_num_threads(1))
 

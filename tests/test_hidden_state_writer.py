@@ -668,7 +668,7 @@ def test_slow_encoding_holds_up_who_adds_rows(tmp_path: Path, monkeypatch: pytes
     gate = Gate(monkeypatch, hidden_state_writer, "encode")
     writer = open_writer(tmp_path, token_rows(["0111011", "11111"] * 10), CFG.model_copy(update={"chunk_bytes": 1 << 20}))
     adder = Adder(writer)
-    assert adder.wait_until_blocked() == 4 * 2
+    assert adder.wait_until_blocked() == 2 * 2
     gate.opened.set()
     adder.join(30)
     assert not adder.is_alive()

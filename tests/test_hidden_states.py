@@ -202,6 +202,7 @@ def test_manifest_counts_what_the_chunks_hold(tmp_path: Path) -> None:
     assert [n for c in manifest["chunks"] for n in c["lengths"]] == [len(r.token_ids) for r in rows]
     for number, chunk in enumerate(manifest["chunks"]):
         data = (tmp_path / chunk["file"]).read_bytes()
+        assert (tmp_path / chunk["file"]).stat().st_mode & 0o777 == 0o644
         sha256 = hashlib.sha256(data).hexdigest()
         assert (chunk["bytes"], chunk["sha256"]) == (len(data), sha256)
         assert chunk["file"] == f"chunk-{number:05d}-{sha256[:8]}.safetensors"
