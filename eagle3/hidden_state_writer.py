@@ -190,7 +190,8 @@ class HiddenStateWriter:
         self.staging.close()
 
     def _raise_failure(self) -> None:
-        for future in [*self.frames.values(), *self.chunks]:
+        futures: list[Future[Any]] = [*self.frames.values(), *self.chunks]
+        for future in futures:
             if future.done():
                 future.result()
 
