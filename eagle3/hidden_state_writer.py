@@ -2,11 +2,13 @@
 
 Which rows share a frame and a chunk follows from the rows alone, so whoever goes on after a kill cuts the shard as the first
 attempt did. A finished chunk is moved to where it belongs (a local directory or a URL), then its manifest entry is written
-beside it as `chunk-00003.json`; the last attempt gathers these entries into the manifest. Chunk files carry their hash in their
-name: two writers of one shard at once leave files that are whole, and entries that name one of them.
+beside it as `chunk-00003.json`; the last attempt gathers these entries into the manifest. A machine has one writer of a shard at
+a time. Two machines may write to one URL: chunk files carry their hash in their name and nobody deletes them there, so all files
+are whole, and the last manifest names some that are there.
 
 Frames are encoded in threads. A chunk is saved, hashed and uploaded in one more thread while the next is filled. Whoever adds
-rows waits for both: at most two encoded chunks lie in memory besides the one that is filled, and one on the local disk.
+rows waits for both: at most two encoded chunks lie in memory besides the one that is filled (one of them twice while its file is
+put together), and one on the local disk.
 """
 
 import json
@@ -139,7 +141,7 @@ class HiddenStateWriter:
         self.states: dict[int, Tensor] = {}
         self.frames: dict[tuple[int, int], Future[EncodedFrame]] = {}
         self.chunks: list[Future[None]] = []
-        self.room_for_frame, self.room_for_chunk = BoundedSemaphore(4 * ENCODE_THREADS), BoundedSemaphore(CHUNKS_IN_MEMORY)
+        self.room_for_frame, self.room_for_chunk = BoundedSemaphore(2 * ENCODE_THREADS), BoundedSemaphore(CHUNKS_IN_MEMORY)
         self.encoders = ThreadPoolExecutor(ENCODE_THREADS, "encode-frames", lambda: torch.set_num_threads(1))
         self.saver = ThreadPoolExecutor(1, "write-chunks", lambda: torch.set_num_threads(1))
 

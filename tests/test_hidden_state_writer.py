@@ -236,6 +236,7 @@ def test_a_killed_writer_is_gone_on_from_to_the_same_shard(
         sorted(writer.entries)
         == list(range(NUM_CHUNKS))[NUM_CHUNKS - num_finished if function == "remove_file" else 0 :][:num_finished]
     )
+    assert [path.name for path in (tmp_path / ".chunk").iterdir()] == ["lock"]
     kept = {entry["file"] for entry in writer.entries.values()}
     assert (finish(writer), files_of(tmp_path)) == uninterrupted
     assert {name: (tmp_path / name).stat().st_mtime_ns for name in kept} == {name: times[name] for name in kept}
@@ -628,17 +629,21 @@ class Gate:
 
 
 class Adder(threading.Thread):
-    """Adds all rows, counted by `num_added`."""
+    """Adds all rows, counted by `num_added`, until one is refused for `failure`."""
 
     def __init__(self, writer: HiddenStateWriter) -> None:
         super().__init__(daemon=True)
         self.writer, self.num_added = writer, 0
+        self.failure: Exception | None = None
         self.start()
 
     def run(self) -> None:
-        for row in range(len(self.writer.rows)):
-            self.writer.add(row, states_of(self.writer.rows[row], NUM_AUX, HIDDEN))
-            self.num_added += 1
+        try:
+            for row in range(len(self.writer.rows)):
+                self.writer.add(row, states_of(self.writer.rows[row], NUM_AUX, HIDDEN))
+                self.num_added += 1
+        except Exception as e:
+            self.failure = e
 
     def wait_until_blocked(self) -> int:
         """How many rows were added before one had to wait."""
@@ -663,12 +668,26 @@ def test_a_slow_store_holds_up_who_adds_rows(tmp_path: Path, monkeypatch: pytest
     assert len(writer.close()["chunks"]) == gate.passed == 10
 
 
+def test_who_waits_for_a_store_learns_that_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError("gone")
+
+    monkeypatch.setattr(HiddenStateWriter, "_save", fail)
+    gate = Gate(monkeypatch, HiddenStateWriter, "_save")
+    adder = Adder(open_writer(tmp_path, token_rows(["0111011", "11111"] * 10)))
+    adder.wait_until_blocked()
+    gate.opened.set()
+    adder.join(30)
+    assert "chunk 0 of 10 could not be written (gone); the 0 that are finished are kept" in str(adder.failure)
+    adder.writer.stop()
+
+
 def test_slow_encoding_holds_up_who_adds_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hidden_state_writer, "ENCODE_THREADS", 2)
     gate = Gate(monkeypatch, hidden_state_writer, "encode")
     writer = open_writer(tmp_path, token_rows(["0111011", "11111"] * 10), CFG.model_copy(update={"chunk_bytes": 1 << 20}))
     adder = Adder(writer)
-    assert adder.wait_until_blocked() == 4 * 2
+    assert adder.wait_until_blocked() == 2 * 2
     gate.opened.set()
     adder.join(30)
     assert not adder.is_alive()

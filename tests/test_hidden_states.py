@@ -69,6 +69,19 @@ def test_states_are_read_as_they_were_written(
     assert len(manifest["chunks"]) == num_chunks
 
 
+@pytest.mark.parametrize(("encoding", "compression"), STORAGE)
+def test_rows_can_be_read_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, compression: str) -> None:
+    monkeypatch.setattr(hidden_state_writer, "FRAME_BYTES", 300)
+    rows = token_rows(MASKS * 3)
+    manifest = write(tmp_path, rows, 1500, encoding=encoding, compression=compression)
+    assert len(manifest["chunks"]) > 1
+    reader = HiddenStateReader(tmp_path)
+    assert reader.lengths == [len(r.token_ids) for r in rows]
+    assert reader.sample_ids == [r.sample_id for r in rows]
+    for index in (17, 0, 1, 5, 3, 3, 2, 9, 4, 8, 6, 7, 16, 15, 14, 13, 12, 11, 10):
+        assert_same(rows[index], reader.row(index), encoding)
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.text("01", min_size=1, max_size=9), min_size=1, max_size=12),
@@ -202,6 +215,7 @@ def test_manifest_counts_what_the_chunks_hold(tmp_path: Path) -> None:
     assert [n for c in manifest["chunks"] for n in c["lengths"]] == [len(r.token_ids) for r in rows]
     for number, chunk in enumerate(manifest["chunks"]):
         data = (tmp_path / chunk["file"]).read_bytes()
+        assert (tmp_path / chunk["file"]).stat().st_mode & 0o777 == 0o644
         sha256 = hashlib.sha256(data).hexdigest()
         assert (chunk["bytes"], chunk["sha256"]) == (len(data), sha256)
         assert chunk["file"] == f"chunk-{number:05d}-{sha256[:8]}.safetensors"
