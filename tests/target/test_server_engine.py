@@ -135,7 +135,7 @@ def test_an_answer_that_the_server_cuts_short_is_refused(server: StandIn, target
 
 
 def test_twice_the_engines_sequences_are_in_flight(server: StandIn, target: Path) -> None:
-    server.seconds_an_answer = 0.02
+    server.seconds_an_answer, server.together = 0.02, threading.Barrier(2 * ENGINE.max_num_seqs)
     engine(server, target).generate(PROMPTS, **GREEDY)
     assert server.most_in_flight == 2 * ENGINE.max_num_seqs
 
@@ -213,6 +213,7 @@ def test_rows_wait_for_room_and_reach_one_thread_at_a_time(
         busy.release()
 
     monkeypatch.undo()
+    server.together = threading.Barrier(2 * ENGINE.max_num_seqs)
     engine(server, target, LAYER_IDS).capture(ROWS, LAYER_IDS, add)
     assert server.most_in_flight == 2 * ENGINE.max_num_seqs
 
