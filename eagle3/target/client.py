@@ -268,9 +268,9 @@ async def run_bounded(
 
     async def settle() -> None:
         done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        running.difference_update(done)
         for task in done:
             task.result()
+        running.difference_update(done)
 
     try:
         for item in items:

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 # A server that is there answers at once: four attempts in four seconds.
 START_ATTEMPTS = 4
+# After a failure the server notices that nobody waits for the other requests, and writes the states of those it had begun.
+ABORT_S = 1.0
 # What a request leaves open, the server fills from the target's generation_config.json; an engine of ours does not.
 NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 DRAFT_COUNTER = re.compile(
@@ -238,8 +240,10 @@ class _Session:
         return self
 
     async def __aexit__(self, *failure: Any) -> None:
-        sweep(self.directories, self.id)
         await self.client.__aexit__(*failure)
+        if self.directories and failure[0] is not None:
+            await asyncio.sleep(ABORT_S)
+        sweep(self.directories, self.id)
 
     async def complete(self, model: str, prompt: list[int], wanted: int, index: int, sampling: dict[str, Any]) -> Completion:
         """Answer one prompt with `wanted` tokens or an earlier stop."""

@@ -134,7 +134,7 @@ def test_the_servers_states_are_the_models(server: Server) -> None:
 
 def test_the_servers_greedy_answers_are_the_models_own(server: Server) -> None:
     engine = server.engine(LAYER_IDS)
-    prompts = [r.token_ids[:40] for r in random_rows()]
+    prompts = [r.token_ids[:40] for r in random_rows()[:20]]
     greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 24, "seed": 0}
     made = engine.generate(prompts, ignore_eos=False, **greedy)
     for prompt, given in zip(prompts, made["answers"], strict=True):

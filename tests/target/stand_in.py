@@ -37,6 +37,7 @@ class StandIn(ThreadingHTTPServer):
     """`faults` are used up in order by completion requests, one each; then all is well.
 
     states_dir: where to write states, as a server that captures does; None as one that does not.
+    together: answers wait until as many requests are in flight.
     """
 
     daemon_threads = True
@@ -51,6 +52,7 @@ class StandIn(ThreadingHTTPServer):
         self.keys: set[str | None] = set()
         self.in_flight = self.most_in_flight = 0
         self.seconds_an_answer = 0.0
+        self.together: threading.Barrier | None = None
         self.dies_after: int | None = None
         self.metrics: Callable[[], str] = lambda: ""
         self.states_dir: Path | None = None
@@ -116,6 +118,8 @@ class Handler(BaseHTTPRequestHandler):
             if server.dies_after is not None and len(server.requests) > server.dies_after:
                 fault = lost
                 threading.Thread(target=server.end, daemon=True).start()
+        if server.together is not None:
+            server.together.wait(20)
         time.sleep(server.seconds_an_answer)
         # A client may send its next request as soon as it has this answer.
         with server.lock:
