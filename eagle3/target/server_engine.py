@@ -81,14 +81,12 @@ class ServerEngine:
         return version, models[0]
 
     def describe(self) -> dict[str, Any]:
-        """What the server says of itself and what is known of the target, for the manifest."""
+        """What the server says of itself and what is known of the target, for the manifest; its model's name may be a path."""
         return {
             "engine": "vllm server",
             "engine_version": f"vllm {self.version}",
             "dtype": self.dtype,
             "last_layer_id": self.model["num_hidden_layers"],
-            "server_model": self.served.id,
-            "server_root": self.served.root,
             "server_max_model_len": self.served.max_model_len,
         }
 

@@ -61,7 +61,7 @@ def capture(server: StandIn, target: Path, layer_ids: list[int] = LAYER_IDS, row
 
 def test_it_says_what_the_server_said(server: StandIn, target: Path) -> None:
     told = engine(server, target).describe()
-    assert (told["engine_version"], told["server_model"], told["server_root"]) == ("vllm 0.32.0", "tiny", "example-org/tiny")
+    assert (told["engine"], told["engine_version"]) == ("vllm server", "vllm 0.32.0")
     assert (told["server_max_model_len"], told["dtype"], told["last_layer_id"]) == (65, "float32", DEPTH)
 
 
