@@ -2,8 +2,8 @@
 
 Importing vLLM costs 12 s, building an engine 7 s, and only a process that ends gives all memory back. So this process imports
 once and forks a child for each engine; the child takes over both pipes until it is told to stop. Requests: {"op": "start",
-"settings"}, then any number of "generate", "capture" and "reset", then "stop". Replies: {"result"}, {"error"} or {"died"}, an
-exit status.
+"settings"}, then any number of "generate", "capture" and "reset", then "stop". Replies: {"result"}, {"error"} or, with an exit
+status, {"died"}.
 """
 
 import gc

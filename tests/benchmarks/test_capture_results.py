@@ -24,12 +24,12 @@ def speeds(*tokens_per_s: float) -> list[dict[str, float]]:
 
 
 def measured(slow: float = 1.0) -> dict[str, Any]:
-    """Three rounds, the second in a slow minute; the second capture `slow` times as fast as the first."""
+    """Three rounds, the second and the middle of the third slow; the second capture `slow` times as fast as the first."""
     return summarise(
         {
             PLAIN: speeds(100, 10, 102),
-            "capture bf16 zstd": speeds(98, 9.5, 103),
-            "capture fp32": speeds(98 * slow, 9.5 * slow, 103 * slow),
+            "capture bf16 zstd": speeds(95, 9.9, 50),
+            "capture fp32": speeds(95 * slow, 9.9 * slow, 50 * slow),
             TRANSFORMERS: speeds(70, 7, 72),
         }
     )
@@ -39,16 +39,16 @@ def test_captures_are_compared_within_their_round() -> None:
     summary = measured()
     assert summary["sides"][PLAIN] == {"tokens_per_s": 100, "tokens_per_cpu_s": 50}
     ratios = summary["ratios"]["capture bf16 zstd"]
-    assert ratios[PLAIN]["tokens_per_s"] == pytest.approx(0.98)
-    assert ratios[TRANSFORMERS]["tokens_per_cpu_s"] == pytest.approx(98 / 70)
+    assert ratios[PLAIN]["tokens_per_s"] == pytest.approx(0.95)
+    assert ratios[TRANSFORMERS]["tokens_per_cpu_s"] == pytest.approx(95 / 70)
     assert capture.missed_goals(summary) == []
 
 
 def test_each_slow_capture_is_named_with_what_it_is_slow_against() -> None:
     summary = measured(slow=0.85)
     assert capture.missed_goals(summary) == [
-        "capture fp32: 0.83x the tokens per second of plain prefill, the goal is 0.93x",
-        "capture fp32: 1.19x the tokens per second of transformers, the goal is 1.2x",
+        "capture fp32: 0.81x the tokens per second of plain prefill, the goal is 0.93x",
+        "capture fp32: 1.15x the tokens per second of transformers, the goal is 1.2x",
     ]
     lines = speed_table(summary).splitlines()
     assert len(lines) == 5
@@ -71,10 +71,10 @@ def draft(encoding: str, seed: int, length: float) -> dict[str, Any]:
     return {"encoding": encoding, "seed": seed, "acceptance_length": length, "rounds": 10, "accepted": 4}
 
 
-def test_a_draft_is_held_against_the_exact_one_of_its_seed() -> None:
+def test_a_draft_is_held_against_the_exact_one_and_another_seed_only_shows_what_chance_does() -> None:
     drafts = [draft("fp32", 0, 1.40), draft("fp32", 1, 1.50), draft("bf16", 0, 1.371), draft("fp8", 0, 1.44)]
     assert storage.missed_goals([], drafts) == ["trained from fp8: acceptance length +0.040, the goal is 0.03 at most"]
-    assert "+0.100" not in storage_tables([], drafts)
+    assert "+0.100" in storage_tables([], drafts).splitlines()[-3]
 
 
 @pytest.mark.parametrize(("encoding", "tolerance"), [("fp32", 0.0), ("fp8", 2**-4)])
