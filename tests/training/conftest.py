@@ -1,4 +1,4 @@
-"""An S3 store: moto's, inside this process."""
+"""Shards to stream, and an S3 store: moto's, inside this process."""
 
 import logging
 from collections.abc import Iterator
@@ -6,6 +6,13 @@ from typing import Any
 
 import fsspec
 import pytest
+
+from tests.training.streams import write_shards
+
+
+@pytest.fixture(scope="session")
+def shard_dirs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_shards(tmp_path_factory.mktemp("states"))
 
 
 @pytest.fixture
