@@ -1,23 +1,15 @@
 """A draft that has learnt its conversations by heart, served by the real engine: nearly every guess is accepted."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from eagle3.config import EngineConfig, TrainConfig
-from eagle3.target.engine import close_engines
 from tests.benchmarks.overfit import NUM_CONVERSATIONS, overfit
 from tests.draft.factories import tiny_target
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(autouse=True)
-def _engines() -> Iterator[None]:
-    yield
-    close_engines()
 
 
 def test_a_draft_learns_twenty_conversations_by_heart(tmp_path: Path) -> None:
