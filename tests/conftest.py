@@ -1,4 +1,8 @@
-"""Tests run tiny tensors: one thread is faster than two, and leaves the other core alone."""
+"""Tests run tiny tensors: one thread is faster than two, here and in processes of theirs, and leaves the other core alone."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import logging
 from collections.abc import Iterator

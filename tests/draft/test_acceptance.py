@@ -1,5 +1,7 @@
 """The walk over a teacher-forced unroll gives speculative decoding's own rounds and accepted counts, exactly."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -58,13 +60,21 @@ def test_positions_or_steps_that_are_not_there_are_refused(first: int, last: int
         walk(torch.zeros(3, 4, dtype=torch.bool), first, last, k)
 
 
-def greedy(target: PreTrainedModel, token_ids: list[int], count: int) -> list[int]:
-    """`token_ids` continued by `count` greedy tokens."""
-    tokens = list(token_ids)
-    with torch.no_grad():
-        for _ in range(count):
-            tokens.append(int(target(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens
+LONGEST = 9  # new tokens of an answer
+
+
+@cache
+def target_with_texts(model_type: str) -> tuple[PreTrainedModel, list[tuple[list[int], list[int]]]]:
+    """A target, and prompts with each continued by its greedy tokens, as far as any k looks."""
+    target, texts = tiny_target(model_type, vocab_size=VOCAB), []
+    for seed in range(28):
+        prompt = torch.randint(VOCAB, (2 + seed % 5,), generator=torch.Generator().manual_seed(seed)).tolist()
+        tokens = list(prompt)
+        with torch.no_grad():
+            for _ in range(LONGEST + 3):
+                tokens.append(int(target(torch.tensor([tokens])).logits[0, -1].argmax()))
+        texts.append((prompt, tokens))
+    return target, texts
 
 
 def forced_hits(target: PreTrainedModel, draft: ReferenceDraft, tokens: list[int], first: int, last: int, k: int) -> Tensor:
@@ -83,16 +93,15 @@ def forced_hits(target: PreTrainedModel, draft: ReferenceDraft, tokens: list[int
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_the_walk_gives_the_counts_of_speculative_decoding_exactly(model_type: str, k: int) -> None:
     # seven tokens, five of them in the draft's vocabulary: random guesses hit often enough
-    target, config = tiny_target(model_type, vocab_size=VOCAB), draft_config(draft_vocab_size=5)
+    (target, texts), config = target_with_texts(model_type), draft_config(draft_vocab_size=5)
     tensors = draft_tensors(config) | draft_mapping(VOCAB, 5)
     draft = ReferenceDraft(config, tensors, target.get_input_embeddings().weight.detach(), torch.float64)
     total, cut_by_end, past_end = AcceptanceCounts.empty(k), 0, 0
-    for seed in range(28):
+    for seed, (prompt, text) in enumerate(texts):
         eos_ids = {seed % VOCAB} if seed % 3 else set()
-        prompt = torch.randint(VOCAB, (2 + seed % 5,), generator=torch.Generator().manual_seed(seed)).tolist()
-        max_new_tokens = 3 + seed % 7
+        max_new_tokens = 3 + seed % (LONGEST - 2)
         answer, rounds, accepted = speculative_generate(target, draft, prompt, max_new_tokens, k, eos_ids)
-        tokens = greedy(target, prompt, len(answer) + k - 1)
+        tokens = text[: len(prompt) + len(answer) + k - 1]
         assert tokens[: len(prompt) + len(answer)] == prompt + answer
         first, last = len(prompt), len(prompt) + len(answer) - 1
         counts = walk(forced_hits(target, draft, tokens, first, last, k), first, last, k)

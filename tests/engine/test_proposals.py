@@ -1,25 +1,25 @@
 """What the engine proposes after every step, token for token, against the reference drafter."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from eagle3.config import ExportConfig
+from eagle3.config import EngineConfig, ExportConfig
 from eagle3.draft.decode import ReferenceDraft
 from eagle3.export import write_export
-from eagle3.target.engine import _environment
+from eagle3.target.engine import generate
 from eagle3.vocab import Vocab, save_vocab
 from tests.draft.factories import draft_config, draft_mapping, draft_tensors, layer_config, tiny_target
 
 pytestmark = pytest.mark.engine
 
 VOCAB, DRAFT_VOCAB, K, LAYER_IDS = 97, 41, 4, [1, 2, 3]
+ENGINE = EngineConfig(dtype="float32", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64)
 SIZES = {"vocab_size": VOCAB, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 
@@ -37,21 +37,25 @@ def write_variant(directory: Path, model_type: str, norm_before_residual: bool) 
     return target
 
 
-def test_the_reference_proposes_the_engines_tokens_after_every_step(tmp_path: Path) -> None:
-    variants = {(m, n): tmp_path / f"{m}-{n}" for m in ("llama", "qwen3") for n in (True, False)}
-    targets = {key: write_variant(path, *key) for key, path in variants.items()}
+@pytest.mark.parametrize("norm_before_residual", [True, False])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_the_reference_proposes_the_engines_tokens_after_every_step(
+    tmp_path: Path, model_type: str, norm_before_residual: bool
+) -> None:
+    target = write_variant(tmp_path, model_type, norm_before_residual)
     prompts = [torch.randint(VOCAB, (2 + 5 * i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(8)]
-    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
-    script = Path(__file__).with_name("record_proposals.py")
-    command = [sys.executable, str(script), str(tmp_path / "prompts.json"), *map(str, variants.values())]
-    subprocess.run(command, env=_environment("vllm"), check=True, timeout=300)
-    for key, path in variants.items():
-        target = targets[key]
-        draft = ReferenceDraft.load(path / "export", target.get_input_embeddings().weight.detach(), torch.float32)
-        proposals = json.loads((path / "proposals.json").read_text())
-        assert len(proposals) > 100
-        for tokens, proposed in proposals:
-            with torch.no_grad():
-                states = target(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
-            aux = torch.stack([states[k][0] for k in LAYER_IDS], dim=1)
-            assert draft.propose(tokens, aux, len(proposed)) == proposed, (key, len(tokens))
+    drafted = {"draft_dir": tmp_path / "export", "num_speculative_tokens": K}
+    greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "seed": 0, "max_new_tokens": 24, "ignore_eos": True}
+    answers = generate(tmp_path / "target", prompts, ENGINE, **greedy, **drafted).answers
+    states = {}
+    for prompt, answer in zip(prompts, answers, strict=True):
+        text = prompt + answer.token_ids
+        with torch.no_grad():
+            hidden = target(torch.tensor([text]), output_hidden_states=True).hidden_states
+        states[tuple(text)] = torch.stack([hidden[k][0] for k in LAYER_IDS], dim=1)
+    draft = ReferenceDraft.load(tmp_path / "export", target.get_input_embeddings().weight.detach(), torch.float32)
+    proposals = [json.loads(line) for line in (tmp_path / "export" / "proposals.jsonl").read_text().splitlines()]
+    assert len(proposals) > 100
+    for tokens, proposed in proposals:
+        aux = next(aux for text, aux in states.items() if list(text[: len(tokens)]) == tokens)
+        assert draft.propose(tokens, aux[: len(tokens) - 1], len(proposed)) == proposed, len(tokens)

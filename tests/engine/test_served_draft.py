@@ -1,7 +1,6 @@
 """A random draft, exported and served by the real engine, against the reference: same tokens, rounds and accepted counts."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from safetensors.torch import save_file
 from eagle3.config import EngineConfig, ExportConfig
 from eagle3.draft.decode import ReferenceDraft, speculative_generate
 from eagle3.export import write_export
-from eagle3.target.engine import close_engines, generate
+from eagle3.target.engine import generate
 from eagle3.vocab import Vocab, save_vocab
 from tests.draft.factories import LLAMA3_ROPE, draft_config, draft_mapping, draft_tensors, layer_config, tiny_target
 
@@ -33,12 +32,6 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3, norm after residual, whole vocabulary": ("qwen3", VOCAB, {}, {"norm_before_residual": False}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _engines() -> Iterator[None]:
-    yield
-    close_engines()
 
 
 @pytest.mark.parametrize(("model_type", "draft_vocab_size", "layer", "changes"), VARIANTS.values(), ids=VARIANTS.keys())

@@ -98,8 +98,7 @@ def test_frozen_tensors_are_not_in_the_checkpoint(tmp_path: Path) -> None:
         assert not [key for key in f.keys() if "lm_head" in key or "embed" in key]  # noqa: SIM118
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-@pytest.mark.parametrize("loss", ["kl", "lk_hybrid"])
+@pytest.mark.parametrize(("model_type", "loss"), [("llama", "lk_hybrid"), ("qwen3", "kl")])
 def test_the_draft_learns_and_reports(tmp_path: Path, model_type: str, loss: str) -> None:
     inputs = make_inputs(tmp_path, model_type)
     train(make_job(inputs, tmp_path / "run", epochs=20, loss=loss, averaging="conversation"))

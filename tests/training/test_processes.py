@@ -1,8 +1,10 @@
 """Training in real processes: killed, told to stop, several that equal one."""
 
 import fcntl
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,13 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
+from eagle3.training.distributed import join_ranks
 from eagle3.training.launch import PREEMPTED_CODE, Preempted, TrainJob, train_in_processes
+from eagle3.training.loop import train
 from eagle3.training.metrics import read_metrics
 from tests.training.jobs import make_inputs, make_job
 
-LONG = {"epochs": 40, "checkpoint_every": 5, "validate_every": 20}
+LONG = {"epochs": 20, "checkpoint_every": 5, "validate_every": 20}
+# A process of this one's modules: importing torch and transformers takes a new one ten seconds.
+FORK = multiprocessing.get_context("fork")
 
 
 def start(job: TrainJob) -> subprocess.Popen[bytes]:
@@ -29,23 +36,31 @@ def start(job: TrainJob) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "eagle3.training.run", str(out / "job.json")])
 
 
-def wait_for_step(out: Path, step: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        path = out / "metrics.jsonl"
-        if path.exists() and any(m["step"] >= step for m in read_metrics(path)):
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"step {step} was not reached; exit code {process.poll()}")
+def has_reached(out: Path, step: int) -> bool:
+    path = out / "metrics.jsonl"
+    return path.exists() and any(m["step"] >= step for m in read_metrics(path))
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "draft.safetensors")
 
 
-def stop_once_running(out: Path) -> None:
-    """Send this process the SIGTERM of a preempted pod, once, when training has begun."""
-    if (out / "metrics.jsonl").exists() and not (out / "told").exists():
+def saved_step(out: Path) -> int:
+    with safe_open(out / "checkpoint.safetensors", framework="pt") as f:
+        return int(f.metadata()["step"])
+
+
+def kill_trainer() -> None:
+    """Kill the training process that this thread has started."""
+    children = Path(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/children").read_text().split()
+    for pid in children:
+        if b"eagle3.training.run" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def stop_once(out: Path) -> None:
+    """Send this process the SIGTERM of a preempted pod, once."""
+    if not (out / "told").exists():
         (out / "told").touch()
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -55,61 +70,50 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.fixture(scope="module")
-def whole(inputs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("whole")
-    train_in_processes(make_job(inputs, out, **LONG))
-    return out
+def test_a_run_killed_and_then_told_to_stop_goes_on_to_the_same_weights_bit_for_bit(
+    inputs: dict[str, Any], tmp_path: Path
+) -> None:
+    """Against a run in this process that nobody disturbs."""
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    with pytest.raises(RuntimeError, match="the trainer ended with code -9"):
+        train_in_processes(make_job(inputs, cut, **LONG), lambda: has_reached(cut, 20) and kill_trainer(), every_s=0.02)
+    assert not (cut / "draft.safetensors").exists()
+    killed_at = saved_step(cut)
+    calls = []
 
+    def stop_later() -> None:
+        calls.append(1)
+        if has_reached(cut, killed_at + 20):
+            stop_once(cut)
 
-def test_a_killed_run_goes_on_to_the_same_weights_bit_for_bit(inputs: dict[str, Any], whole: Path, tmp_path: Path) -> None:
-    job = make_job(inputs, tmp_path, **LONG)
-    process = start(job)
-    wait_for_step(tmp_path, 30, process)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    assert not (tmp_path / "draft.safetensors").exists()
-    train_in_processes(job)
-    expected, found = weights(whole), weights(tmp_path)
+    only_when_told = make_job(inputs, cut, **LONG | {"checkpoint_every": 100_000})
+    with pytest.raises(Preempted, match="run it again to go on"):
+        train_in_processes(only_when_told, stop_later, every_s=0.02)
+    assert len(calls) > 1
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert not (cut / "draft.safetensors").exists()
+    assert saved_step(cut) >= killed_at + 20
+
+    train_in_processes(make_job(inputs, cut, **LONG))
+    train(make_job(inputs, whole, **LONG))
+    expected, found = weights(whole), weights(cut)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
-    steps, losses = ([m[key] for m in read_metrics(tmp_path / "metrics.jsonl")] for key in ("step", "loss"))
+    steps, losses = ([m[key] for m in read_metrics(cut / "metrics.jsonl")] for key in ("step", "loss"))
     assert steps == list(range(1, len(steps) + 1))
     assert losses == [m["loss"] for m in read_metrics(whole / "metrics.jsonl")]
 
 
-def test_a_run_told_to_stop_saves_and_says_so(inputs: dict[str, Any], whole: Path, tmp_path: Path) -> None:
-    job = make_job(inputs, tmp_path, **LONG | {"checkpoint_every": 100_000})
-    process = start(job)
-    wait_for_step(tmp_path, 10, process)
-    process.terminate()
-    assert process.wait(60) == PREEMPTED_CODE
-    assert not (tmp_path / "draft.safetensors").exists()
-    train_in_processes(make_job(inputs, tmp_path, **LONG))
-    assert all(torch.equal(tensor, weights(tmp_path)[name]) for name, tensor in weights(whole).items())
-
-
-def test_the_caller_passes_a_stop_on_and_hears_of_it(inputs: dict[str, Any], tmp_path: Path) -> None:
-    job = make_job(inputs, tmp_path, **LONG | {"epochs": 4000})
-    calls: list[float] = []
-
-    def stop_when_running() -> None:
-        calls.append(time.monotonic())
-        stop_once_running(tmp_path)
-
-    with pytest.raises(Preempted, match="run it again to go on"):
-        train_in_processes(job, stop_when_running, every_s=0.2)
-    assert len(calls) > 1
-    assert (tmp_path / "checkpoint.safetensors").exists()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
 def test_nobody_trains_for_a_dead_caller(inputs: dict[str, Any], tmp_path: Path) -> None:
     job = make_job(inputs, tmp_path, **LONG | {"epochs": 4000})
-    code = "import sys; from eagle3.training.launch import *; train_in_processes(TrainJob.model_validate_json(sys.argv[1]))"
-    caller = subprocess.Popen([sys.executable, "-c", code, job.model_dump_json()])
-    wait_for_step(tmp_path, 10, caller)
+    caller = FORK.Process(target=train_in_processes, args=(job,))
+    caller.start()
+    deadline = time.monotonic() + 120
+    while not has_reached(tmp_path, 10):
+        assert caller.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     caller.kill()
-    caller.wait()
+    caller.join()
     deadline = time.monotonic() + 60
     while not (tmp_path / "preempted").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -140,26 +144,30 @@ def test_bad_data_is_the_callers_value_error(inputs: dict[str, Any], tmp_path: P
         train_in_processes(job)
 
 
-def test_a_dead_trainer_is_a_runtime_error(inputs: dict[str, Any], tmp_path: Path) -> None:
-    job = make_job(inputs, tmp_path, **LONG | {"epochs": 4000})
+def train_as_two(job: TrainJob) -> None:
+    """Two ranks in forks of this process; torchrun itself is in the next test."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
 
-    def kill_child() -> None:
-        if (tmp_path / "metrics.jsonl").exists():
-            children = Path(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/children").read_text().split()
-            for pid in children:
-                if b"eagle3.training.run" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    os.kill(int(pid), signal.SIGKILL)
+    def train_as(rank: int) -> None:
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        train(job, join_ranks("cpu"))
 
-    with pytest.raises(RuntimeError, match="the trainer ended with code -9"):
-        train_in_processes(job, kill_child, every_s=0.2)
+    ranks = [FORK.Process(target=train_as, args=(rank,), daemon=True) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
 @pytest.mark.parametrize("averaging", ["token", "conversation"])
 def test_two_processes_equal_one(inputs: dict[str, Any], tmp_path: Path, averaging: str) -> None:
     """Three packs a step: two for one process, one for the other, and perhaps none in an epoch's last step."""
     settings = {"packs_per_step": 3, "epochs": 3, "averaging": averaging, "learning_rate": 1e-4}
-    for processes in (1, 2):
-        train_in_processes(make_job(inputs, tmp_path / str(processes), processes=processes, **settings))
+    train(make_job(inputs, tmp_path / "1", **settings))
+    train_as_two(make_job(inputs, tmp_path / "2", **settings))
     one, two = weights(tmp_path / "1"), weights(tmp_path / "2")
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-6, atol=1e-6)  # float32 sums in another order
@@ -173,9 +181,14 @@ def test_two_processes_equal_one(inputs: dict[str, Any], tmp_path: Path, averagi
 
 
 def test_two_processes_told_to_stop_save_once_and_go_on(inputs: dict[str, Any], tmp_path: Path) -> None:
-    settings = LONG | {"processes": 2, "packs_per_step": 2, "epochs": 30}
+    settings = LONG | {"processes": 2, "packs_per_step": 2}
+
+    def stop_once_running() -> None:
+        if (tmp_path / "metrics.jsonl").exists():
+            stop_once(tmp_path)
+
     with pytest.raises(Preempted):
-        train_in_processes(make_job(inputs, tmp_path, **settings), lambda: stop_once_running(tmp_path), every_s=0.2)
+        train_in_processes(make_job(inputs, tmp_path, **settings), stop_once_running, every_s=0.05)
     train_in_processes(make_job(inputs, tmp_path, **settings))
     steps = [m["step"] for m in read_metrics(tmp_path / "metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1))

@@ -1,18 +1,14 @@
-"""Reading packs from local and remote shards: the same batches in the same order, whatever is cached; faults are named.
+"""Reading packs from local and remote shards: the same batches in the same order, whatever is cached.
 
 The S3 store is moto's, inside this process; what does not concern S3 streams from file:// URLs.
 """
 
 import hashlib
-import itertools
-import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,62 +16,22 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from eagle3 import hidden_states
-from eagle3 import remote as eagle3_remote
-from eagle3.batch import PackedBatch
 from eagle3.hidden_states import read_hidden_states
-from eagle3.shards import TokenRow
-from eagle3.training import chunk_cache, loader, remote
+from eagle3.training import chunk_cache, loader
 from eagle3.training.chunk_cache import Course
-from eagle3.training.loader import ShardRows, plan_packs, read_packs
-from tests.shard_files import write_hidden_states
+from eagle3.training.loader import ShardRows, read_packs
 from tests.training.jobs import upload
-
-NUM_AUX, HIDDEN = 3, 16
-PACK_TOKENS, STEPS = 64, 3
-SHARDS, ROWS, CHUNK_BYTES = 2, 60, 10_000
-
-
-@pytest.fixture(scope="module")
-def shard_dirs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two shards of about twenty chunks of a few rows each; some rows are longer than a pack."""
-    g = torch.Generator().manual_seed(0)
-    root, dirs = tmp_path_factory.mktemp("states"), []
-    for shard in range(SHARDS):
-        rows, states = [], []
-        for r in range(ROWS):
-            length = 80 if r == 7 else int(torch.randint(2, 40, (1,), generator=g))
-            mask = (torch.rand(length, generator=g) < 0.7).tolist()
-            rows.append(TokenRow(f"row-{shard}-{r}", "test", torch.randint(99, (length,), generator=g).tolist(), mask))
-            states.append(torch.randn(length, NUM_AUX + 1, HIDDEN, generator=g))
-        write_hidden_states(root / f"shard{shard}", rows, states, CHUNK_BYTES, {})
-        dirs.append(str(root / f"shard{shard}"))
-    return dirs
-
-
-def file_urls(dirs: list[str]) -> list[str]:
-    return [f"file://{d}" for d in dirs]
-
-
-def plan(rows: ShardRows, epochs: int = 1, shuffle_chunks: int = 3) -> list[list[int]]:
-    every = list(range(len(rows.lengths)))
-    plans = [plan_packs(rows.lengths, rows.chunk_of, every, PACK_TOKENS, 0, epoch, shuffle_chunks) for epoch in range(epochs)]
-    return list(itertools.chain(*plans))
-
-
-def chunk_bytes(rows: ShardRows) -> list[int]:
-    """Size of every chunk file."""
-    return [chunk.entry["bytes"] for chunk in rows.cache.chunks]
-
-
-def assert_same(batches: list[PackedBatch], expected: list[PackedBatch]) -> None:
-    assert [b.sample_ids for b in batches] == [b.sample_ids for b in expected]
-    for batch, other in zip(batches, expected, strict=True):
-        for name, value in vars(other).items():
-            assert torch.equal(getattr(batch, name), value) if isinstance(value, torch.Tensor) else True, name
-
-
-def read(rows: ShardRows, packs: list[list[int]]) -> list[PackedBatch]:
-    return list(read_packs(rows, packs, PACK_TOKENS, STEPS))
+from tests.training.streams import (
+    CHUNK_BYTES,
+    PACK_TOKENS,
+    STEPS,
+    assert_same,
+    chunk_bytes,
+    file_urls,
+    plan,
+    read,
+    threads_of_the_loader,
+)
 
 
 def live_bytes(rows: ShardRows, packs: list[list[int]]) -> int:
@@ -88,13 +44,16 @@ def live_bytes(rows: ShardRows, packs: list[list[int]]) -> int:
 
 
 class Watch:
-    """Counts fetches, and measures a directory at each and between them."""
+    """Counts fetches, and measures a directory at each and between them.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
+    reads_maps: looks for deleted files that this process still maps, too; the system takes milliseconds to list them.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cache_dir: Path, reads_maps: bool = False) -> None:
         self.urls: list[str] = []
         self.most = 0
         self.lost: list[str] = []
-        self.dir = cache_dir
+        self.dir, self.reads_maps = cache_dir, reads_maps
         self.lock = threading.Lock()
         fetch = chunk_cache.fetch
 
@@ -116,7 +75,7 @@ class Watch:
                 continue
         with self.lock:
             self.most = max(self.most, total)
-            self.lost += deleted_but_mapped(self.dir)
+            self.lost += deleted_but_mapped(self.dir) if self.reads_maps else []
 
 
 def deleted_but_mapped(directory: Path) -> list[str]:
@@ -162,7 +121,7 @@ def test_s3_streams_what_the_local_disk_holds_within_a_budget_below_the_data(
     rows = ShardRows(urls, tmp_path, budget)
     assert (rows.lengths, rows.sample_ids, rows.chunk_of) == (local.lengths, local.sample_ids, local.chunk_of)
     rows.check_budget(packs)
-    watch = Watch(monkeypatch, tmp_path)
+    watch = Watch(monkeypatch, tmp_path, reads_maps=True)
     batches = []
     for batch in read_packs(rows, packs, PACK_TOKENS, STEPS):
         watch.measure()
@@ -291,115 +250,6 @@ def test_a_cached_chunk_is_taken_over_checked_and_only_our_files_go(
     assert_same(read(small, packs), read(local, packs))
 
 
-def damage(dirs: list[str], change: Callable[[bytes], bytes | None], root: Path) -> tuple[list[str], Path]:
-    """Copies of the shards and the path of the second one's chunk 3, which is changed, or gone where `change` gives None."""
-    copies = [str(shutil.copytree(d, root / Path(d).name)) for d in dirs]
-    path = next(Path(copies[1]).glob("chunk-00003-*.safetensors"))
-    data = change(path.read_bytes())
-    path.unlink() if data is None else path.write_bytes(data)
-    return copies, path
-
-
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        (lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:], "sha256 [0-9a-f]{64} expected, [0-9a-f]{64} found"),
-        (lambda data: data[:-1], "[0-9]+ bytes expected, [0-9]+ bytes found"),
-        (lambda data: data + b"x", "[0-9]+ bytes expected, [0-9]+ bytes found"),
-        (lambda data: None, "[0-9]+ bytes expected, no file found"),
-    ],
-)
-@pytest.mark.parametrize("is_remote", [True, False])
-def test_a_damaged_chunk_is_named_when_its_pack_is_due(
-    shard_dirs: list[str], tmp_path: Path, change: Callable[[bytes], bytes | None], found: str, is_remote: bool
-) -> None:
-    dirs, path = damage(shard_dirs, change, tmp_path)
-    name = f"file://{path}" if is_remote else str(path)
-    message = f"^{name}: {found}; the shard {name.rpartition('/')[0]} is damaged: delete it and run again$"
-    local = ShardRows(shard_dirs)
-    packs, batches = plan(local), []
-
-    def read_all() -> None:
-        rows = ShardRows(file_urls(dirs) if is_remote else dirs, tmp_path / "cache", 10**9)
-        for batch in read_packs(rows, packs, PACK_TOKENS, STEPS):
-            batches.append(batch)
-
-    with pytest.raises(ValueError, match=message):
-        read_all()
-    if is_remote:
-        number = [chunk.path for chunk in local.cache.chunks].index(f"{shard_dirs[1]}/{path.name}")
-        assert len(batches) == next(place for place, pack in enumerate(packs) if number in local.chunks_of(pack))
-        assert not list((tmp_path / "cache").glob("*.part"))
-    assert not threads_of_the_loader()
-
-
-def threads_of_the_loader() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith(("read-packs", "fetch-chunks"))]
-
-
-def test_a_truncated_chunk_in_s3_is_named(shard_dirs: list[str], s3: Any, tmp_path: Path) -> None:
-    urls = upload(s3, shard_dirs)
-    name = "states/shard1/" + next(Path(shard_dirs[1]).glob("chunk-00003-*")).name
-    s3.pipe(name, s3.cat(name)[:-100])
-    rows = ShardRows(urls, tmp_path, 10**9)
-    with pytest.raises(
-        ValueError, match=f"^s3://{name}: .* bytes expected, .* bytes found; the shard s3://states/shard1 is damaged"
-    ):
-        read(rows, plan(rows))
-    s3.rm(name)
-    with pytest.raises(
-        ValueError, match=f"^s3://{name}: .* bytes expected, no file found; the shard s3://states/shard1 is damaged"
-    ):
-        read(rows, plan(rows))
-
-
-def test_an_unfinished_shard_in_s3_is_named(shard_dirs: list[str], s3: Any, tmp_path: Path) -> None:
-    urls = upload(s3, shard_dirs)
-    s3.rm("states/shard1/manifest.json")
-    with pytest.raises(ValueError, match="^s3://states/shard1/manifest.json is missing: the shard was not finished"):
-        ShardRows(urls, tmp_path, 10**9)
-
-
-class Faults:
-    """Lets the first calls for one file fail."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, count: int) -> None:
-        from fsspec.implementations.local import LocalFileSystem
-
-        self.left, get_file = count, LocalFileSystem.get_file
-        monkeypatch.setattr(eagle3_remote, "FIRST_PAUSE_S", 0.01)
-
-        def failing(fs: Any, source: str, *args: Any, **kwargs: Any) -> Any:
-            if name in source and self.left:
-                self.left -= 1
-                raise ConnectionResetError("the store hung up")
-            return get_file(fs, source, *args, **kwargs)
-
-        monkeypatch.setattr(LocalFileSystem, "get_file", failing)
-
-
-def test_a_chunk_arrives_though_the_store_fails_twice(
-    shard_dirs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local, faults = ShardRows(shard_dirs), Faults(monkeypatch, "shard0/chunk-00002", 2)
-    rows, packs = ShardRows(file_urls(shard_dirs), tmp_path, 10**9), plan(local)
-    assert_same(read(rows, packs), read(local, packs))
-    assert faults.left == 0
-
-
-def test_a_store_that_keeps_failing_is_named_and_may_be_tried_again(
-    shard_dirs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local, faults = ShardRows(shard_dirs), Faults(monkeypatch, "shard0/chunk-00002", 5)
-    rows, packs = ShardRows(file_urls(shard_dirs), tmp_path, 10**9), plan(local)
-    with pytest.raises(
-        OSError, match="^file://.*shard0/chunk-00002-.*.safetensors could not be reached in 5 tries .*the store hung up"
-    ):
-        read(rows, packs)
-    assert faults.left == 0
-    assert_same(read(rows, packs), read(local, packs))
-
-
 def test_an_early_end_stops_all_threads_and_leaves_other_files(shard_dirs: list[str], tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("x")
     rows = ShardRows(file_urls(shard_dirs), tmp_path, 12 * CHUNK_BYTES)
@@ -411,34 +261,6 @@ def test_an_early_end_stops_all_threads_and_leaves_other_files(shard_dirs: list[
     assert (tmp_path / "mine").exists()
     assert not list(tmp_path.glob("*.part"))
     assert len(read(rows, plan(rows))) == len(plan(rows))
-
-
-def test_a_pause_before_the_next_try_does_not_hold_up_the_end(
-    shard_dirs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = ShardRows(file_urls(shard_dirs), tmp_path, 10**9)
-    packs = plan(rows)
-    last = {c for pack in packs[20:] for c in rows.chunks_of(pack)} - {c for pack in packs[:20] for c in rows.chunks_of(pack)}
-    faults = Faults(monkeypatch, rows.cache.chunks[min(last)].path.removeprefix("file://"), 10**6)
-    monkeypatch.setattr(eagle3_remote, "FIRST_PAUSE_S", 600)
-    batches = read_packs(rows, packs, PACK_TOKENS, STEPS)
-    next(batches)
-    while faults.left == 10**6:
-        time.sleep(0.01)
-    started = time.monotonic()
-    batches.close()
-    assert time.monotonic() - started < 10
-    assert not threads_of_the_loader()
-
-
-def test_a_fetch_under_way_ends_when_nobody_waits(tmp_path: Path) -> None:
-    fsspec.filesystem("memory").pipe("/shard/chunk-00000.safetensors", bytes(100))
-    chunk, stopped = remote.Chunk("memory://shard/chunk-00000.safetensors", {"bytes": 100}), threading.Event()
-    remote.fetch(chunk, tmp_path / "whole", stopped)
-    assert (tmp_path / "whole").read_bytes() == bytes(100)
-    stopped.set()
-    with pytest.raises(remote.Stopped):
-        remote.fetch(chunk, tmp_path / "part", stopped)
 
 
 def test_few_packs_are_read_ahead(shard_dirs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,9 +47,12 @@ def first(chain: Chain) -> dict[str, Any]:
 
 
 @pytest.fixture
-def light_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluation starts the engine three times; where only the journal is asked for, one measurement is enough."""
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run has shown evaluation, which starts the engine three times, and training in a process of its own, which
+    imports for ten seconds; where only the journal is asked for, training stays here and evaluation measures nothing."""
     from eagle3.evaluation import benchmark
+    from eagle3.training import launch
+    from eagle3.training.loop import train
 
     def evaluate(target_dir: str, export_dir: str, heldout_path: str, engine: Any, cfg: Any, out_path: str) -> dict[str, Any]:
         figures: dict[str, Any] = dict.fromkeys(("acceptance_length", "trainer_acceptance_length"), 1.5)
@@ -59,6 +62,7 @@ def light_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
         return figures
 
     monkeypatch.setattr(benchmark, "evaluate", evaluate)
+    monkeypatch.setattr(launch, "train_in_processes", lambda job, report: train(job))
 
 
 @pytest.mark.slow
@@ -84,21 +88,21 @@ def test_a_rerun_takes_everything_from_the_cache(chain: Chain, first: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("light_evaluation")
+@pytest.mark.usefixtures("light")
 def test_another_learning_rate_trains_exports_and_evaluates(chain: Chain, first: dict[str, Any]) -> None:
     ran = {name for name, (runs, _) in counts(chain.run(train={"learning_rate": 2e-3})).items() if runs}
     assert ran == {"train_draft", "export_draft", "evaluate_draft"}
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("light_evaluation")
+@pytest.mark.usefixtures("light")
 def test_another_vocabulary_answers_and_extracts_nothing(chain: Chain, first: dict[str, Any]) -> None:
     ran = {name for name, (runs, _) in counts(chain.run(vocab={"size": 80})).items() if runs}
     assert ran == {"build_vocab", "train_draft", "export_draft", "evaluate_draft"}
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("light_evaluation")
+@pytest.mark.usefixtures("light")
 def test_a_warm_start_keeps_the_drafts_vocabulary_wherever_it_lies(
     chain: Chain, first: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,7 +117,7 @@ def test_a_warm_start_keeps_the_drafts_vocabulary_wherever_it_lies(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("light_evaluation")
+@pytest.mark.usefixtures("light")
 def test_a_draft_of_other_aux_layers_is_refused_before_anything_is_extracted(chain: Chain, first: dict[str, Any]) -> None:
     settings = {"train": {"init_from": chain.run()["export_dir"]}, "extract": {"layer_ids": [0, 1, 2]}}
     recipe = write_recipe(chain.workplace / "recipe.yaml", chain.target, chain.workplace / "prompts.jsonl", **settings)
@@ -124,14 +128,14 @@ def test_a_draft_of_other_aux_layers_is_refused_before_anything_is_extracted(cha
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("light_evaluation")
+@pytest.mark.usefixtures("light")
 def test_appended_prompts_touch_only_new_shards(chain: Chain, first: dict[str, Any]) -> None:
     appended = counts(chain.run(num_prompts=15))
     assert appended["regenerate_responses"] == appended["extract_hidden_states"] == (2, 2)  # the last shard had two free places
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("light_evaluation")
+@pytest.mark.usefixtures("light")
 def test_a_deleted_export_is_exported_and_evaluated_again(chain: Chain, first: dict[str, Any]) -> None:
     shutil.rmtree(first["export_dir"])
     again = chain.run()
@@ -140,7 +144,7 @@ def test_a_deleted_export_is_exported_and_evaluated_again(chain: Chain, first: d
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("light_evaluation")
+@pytest.mark.usefixtures("light")
 def test_the_number_of_replicas_is_in_no_key(chain: Chain, first: dict[str, Any]) -> None:
     assert not any(runs for runs, _ in counts(chain.run(fanout={"replicas": 1})).values())
 

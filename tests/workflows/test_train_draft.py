@@ -169,9 +169,9 @@ def hold(name: str, key: str, locked: Any, release: Any) -> None:
 
 
 def test_the_lock_of_a_process_ends_with_it(local_store: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    locked, release = spawn.Event(), spawn.Event()
-    holder = spawn.Process(target=hold, args=("x", "key", locked, release))
+    fork = multiprocessing.get_context("fork")
+    locked, release = fork.Event(), fork.Event()
+    holder = fork.Process(target=hold, args=("x", "key", locked, release))
     holder.start()
     assert locked.wait(60)
     with store.resumable_dir("x", "key") as elsewhere:
