@@ -183,21 +183,23 @@ def capture_with_vllm(engine: Any, rows: list[TokenRow], add: Add, bytes_per_tok
                 num_submitted += 1
                 submitted_tokens += len(token_ids)
                 room -= len(token_ids)
-            # A row's states leave the cache one step after its token: steps go on until the thread has them all.
+            bar.update(drain.num_tokens - bar.n)
             busy = engine.has_unfinished_requests()
+            if not busy and not drain.is_waiting:  # the writer has to catch up, the engine has nothing to do
+                moved_at = time.monotonic()
+                time.sleep(0.001)
+                continue
+            # A row's states leave the cache one step after its token: steps go on until the thread has them all.
             for output in engine.step():
                 drain.next_token[int(output.request_id)] = output.outputs[0].token_ids[0]
                 cached_tokens += output.num_cached_tokens or 0
-            if busy or drain.num_tokens > num_seen or not drain.is_waiting:
+            if busy or drain.num_tokens > num_seen:
                 moved_at, num_seen = time.monotonic(), drain.num_tokens
-                if not busy:  # nothing to compute until the writer has caught up
-                    time.sleep(0.001)
             elif time.monotonic() - moved_at > STALL_S:
                 missing = [rows[i].sample_id for i in drain.index_of.values()]
                 raise RuntimeError(f"the engine is idle but the states of rows {missing[:8]} never came; run the shard again")
             else:
                 time.sleep(0.001)
-            bar.update(drain.num_tokens - bar.n)
         bar.update(drain.num_tokens - bar.n)
     if drain.failure is not None:
         raise drain.failure
