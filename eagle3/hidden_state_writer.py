@@ -12,6 +12,7 @@ put together), and one on the local disk.
 """
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,6 +42,7 @@ from eagle3.remote import file_size, is_remote, move_file, read_bytes, remove_fi
 from eagle3.shards import TokenRow, digest_of, row_digest
 from eagle3.staging import Staging
 
+logger = logging.getLogger(__name__)
 # Uncompressed. Small rows share a frame, since states of a shared prefix repeat from row to row.
 FRAME_BYTES = 1 << 20
 CHUNKS_IN_MEMORY = 2
@@ -134,9 +136,12 @@ class HiddenStateWriter:
         self.staging = Staging(self.out)
         try:
             self.entries = self._finished_entries()
+            if not is_remote(self.out):
+                _remove_others(Path(self.out), {entry["file"] for entry in self.entries.values()})
         except OSError:
             self.staging.close()
             raise
+        logger.info("%s: %d of %d chunks are there already", self.out, len(self.entries), len(self.plan))
         self.frame_of = {row: (c, f) for c, frames in enumerate(self.plan) for f, rows in enumerate(frames) for row in rows}
         self.states: dict[int, Tensor] = {}
         self.frames: dict[tuple[int, int], Future[EncodedFrame]] = {}

@@ -31,7 +31,7 @@ def try_often(action: Callable[[], T], url: str, stopped: threading.Event | None
 
     Raises:
         FileNotFoundError, ValueError: at once.
-        OSError: after the last try; names the URL.
+        ConnectionError: after the last try; names the URL.
         Stopped: if `stopped` was set meanwhile.
     """
     stopped = stopped or threading.Event()
@@ -44,7 +44,7 @@ def try_often(action: Callable[[], T], url: str, stopped: threading.Event | None
         except Exception as e:
             if attempt == TRIES - 1:
                 remedy = "check the store and the free disk space"
-                raise OSError(f"{url} could not be reached in {TRIES} tries ({e!r}); {remedy}") from e
+                raise ConnectionError(f"{url} could not be reached in {TRIES} tries ({e!r}); {remedy}") from e
             logger.warning("%s: %r, trying again", url, e)
             if stopped.wait(FIRST_PAUSE_S * 2**attempt):
                 raise Stopped from e

@@ -1,6 +1,7 @@
 """Where a hidden-state chunk lies on the local disk until it is whole, locked against a second writer of the same shard."""
 
 import fcntl
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,14 +29,27 @@ class Staging:
         """
         # Dot files are no part of a directory for Flyte's uploads.
         self.dir = Path(gettempdir(), f"eagle3-{digest_of(out)}") if is_remote(out) else Path(out, ".chunk")
+        while not self._take_lock(out):
+            pass
+        self._clear()
+
+    def _take_lock(self, out: str) -> bool:
+        """Whether the lock is the one that others see; its last owner may just have removed it."""
+        path = self.dir / "lock"
         self.dir.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.dir / "lock", "w")  # noqa: SIM115  held until close
+        try:
+            self.lock = open(path, "w")  # noqa: SIM115  held until close
+        except FileNotFoundError:
+            return False
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             self.lock.close()
             raise OSError(f"{out}: another process is writing this shard; wait until it has ended and run again") from e
-        self._clear()
+        if path.exists() and os.path.samestat(os.fstat(self.lock.fileno()), path.stat()):
+            return True
+        self.lock.close()
+        return False
 
     @contextmanager
     def file(self) -> Iterator[Path]:

@@ -95,7 +95,7 @@ class DraftVocab:
 
 @dataclass(frozen=True)
 class HiddenStateShard:
-    """One directory of chunks and a manifest (eagle3/shards.py)."""
+    """One directory of chunks and a manifest (eagle3/hidden_states.py)."""
 
     index: int
     directory: FlyteDirectory

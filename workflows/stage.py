@@ -1,6 +1,7 @@
 """The decorator under `@task` on every cached task: tells the journal, and marks the faults that a new pod may not have."""
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -23,6 +24,8 @@ def stage(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not store.is_local():
+            _show_log()
         with journal.timer() as seconds:
             try:
                 result = function(*args, **kwargs)
@@ -34,3 +37,11 @@ def stage(function: Callable[P, R]) -> Callable[P, R]:
         return result
 
     return wrapped
+
+
+def _show_log() -> None:
+    """Write what the library tells of its work into the pod's log."""
+    logger = logging.getLogger("eagle3")
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)

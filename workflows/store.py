@@ -122,9 +122,9 @@ def free_bytes() -> int:
     return shutil.disk_usage(root()).free
 
 
-def taken(name: str) -> int:
-    """Bytes that the local outputs of a name take."""
-    return sum(f.stat().st_size for directory in root().glob(f"{name}-*") for f in directory.rglob("*") if f.is_file())
+def taken(name: str, key: str) -> int:
+    """Bytes that lie in the local directory of `keyed_place`."""
+    return sum(f.stat().st_size for f in (root() / f"{name}-{key}").rglob("*") if f.is_file())
 
 
 def location(output: FlyteDirectory | FlyteFile) -> str:

@@ -2,7 +2,7 @@
 
 The engine fills its cache with the wanted layers' states (vLLM's `extract_hidden_states`), the connector puts a finished row's
 states on a queue, a thread here takes them off, checks and passes them on, and lets the next rows in. Each request generates one
-token: the target's own choice after the row's last token, for which the stored last state must give the same argmax.
+token: the target's own choice after the row's last token, for which the captured last state must give the same argmax.
 """
 
 import threading
@@ -31,7 +31,8 @@ MIN_AGREEMENT = 0.99
 TIE = {"float32": 1e-4, "bfloat16": 2**-6, "float16": 2**-9}
 # An idle engine hands states over within milliseconds; a row whose states are lost would be waited for for ever.
 STALL_S = 60.0
-# Part of every shard's digest: raise it when a change here, in the connector or in reference.py changes what is stored.
+# Part of every shard's digest: raise it when a change here, in the connector or in reference.py changes what is stored, and with
+# it the cache version in workflows/tasks/extract_hidden_states.py.
 CAPTURE_VERSION = 1
 Add = Callable[[int, Tensor, int], None]
 
@@ -91,7 +92,7 @@ class ShardSink:
         counts = {"rows_sound": len(rows), "next_tokens_checked": len(samples), "next_tokens_agreed": agreed}
         self.counts.append(counts)
         checked, agreed = (sum(c[f"next_tokens_{name}"] for c in self.counts) for name in ("checked", "agreed"))
-        if checked - agreed > max(1, (1 - MIN_AGREEMENT) * checked):
+        if checked - agreed > max(checked > 1, (1 - MIN_AGREEMENT) * checked):
             raise RuntimeError(
                 f"the last hidden state reproduces the target's next token in only {agreed} of {checked} rows, "
                 f"{MIN_AGREEMENT:.0%} must agree; the engine's layer numbering or final norm is not the expected one"

@@ -231,8 +231,8 @@ class ServerClient:
 
     def _shown(self, text: str) -> str:
         """The start of what the server said; a server that repeats the key does not get it into a log."""
-        shown = " ".join(text.split())[:SHOWN_CHARACTERS]
-        return shown.replace(self._key, "…") if self._key else shown
+        shown = text.replace(self._key, "…") if self._key else text
+        return " ".join(shown.split())[:SHOWN_CHARACTERS]
 
     def _warn(self, fault: str, attempt: int) -> None:
         if time.monotonic() - self._warned_at >= WARN_EVERY_S:

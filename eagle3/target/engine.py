@@ -125,6 +125,7 @@ def capture(
         ValueError: on bad layer ids, a row longer than `engine.max_model_len` or too little disk space, before the engine starts.
         RuntimeError: if the engine fails, is killed, or returns states that do not reproduce its own next token, or a chunk
             cannot be written; finished chunks are kept.
+        OSError: if the store at `out` does not answer.
     """
     config = json.loads((Path(target_dir) / "config.json").read_text())
     check_max_model_len(engine.max_model_len, config)
@@ -209,7 +210,9 @@ def _settings(
     server_url: str,
 ) -> dict[str, Any]:
     """What an engine is built from; equal settings share one. Sizes and times of files tell when a path was written again."""
-    reference = engine.engine == "transformers"
+    reference = engine.engine == "transformers" and not server_url
+    if tensor_parallel_size > 1 and (reference or server_url):
+        logger.warning("tensor_parallel_size %d is ignored: only an engine of ours is split over GPUs", tensor_parallel_size)
     return {
         "target_dir": str(Path(target_dir).resolve()),
         "engine": engine.model_dump(),

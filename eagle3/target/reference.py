@@ -1,6 +1,7 @@
 """The target by transformers: the slow reference for machines on which vLLM cannot run, and what vLLM is checked against."""
 
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -48,13 +49,20 @@ class ReferenceEngine:
         """Hand every row's states to `add`, in batches of similar length; returns 0, nothing comes from a cache."""
         lengths = [len(r.token_ids) for r in rows]
         with tqdm(total=sum(lengths), desc="extract", unit="tok", mininterval=1, delay=2) as bar:
-            for batch in batches(lengths, self.max_num_seqs):
+            for batch in self._batches_in_order(lengths):
                 states, last = self._states([rows[i].token_ids for i in batch], layer_ids)
                 for j, i in enumerate(batch):
                     row_states, n = states[j, : lengths[i]], lengths[i]
                     add(i, row_states.cpu(), int(self.model.lm_head(last[j, n - 1]).argmax()))
                     bar.update(n)
         return 0
+
+    def _batches_in_order(self, lengths: list[int]) -> Iterator[list[int]]:
+        """Batches of similar length, each from a few neighbours: chunks of a shard are to be finished one after the other."""
+        window = 4 * self.max_num_seqs
+        for first in range(0, len(lengths), window):
+            for batch in batches(lengths[first : first + window], self.max_num_seqs):
+                yield [first + i for i in batch]
 
     def _states(self, token_ids: list[list[int]], layer_ids: list[int]) -> tuple[Tensor, Tensor]:
         """[B, T, A + 1, H] states, the last before the final norm, and [B, T, H] after it.

@@ -44,7 +44,8 @@ class ServerEngine:
     """The same two jobs as VllmEngine, by HTTP. `settings` as eagle3.target.engine sends them, with `server_url`.
 
     Raises:
-        ValueError: if the server does not answer, does not serve exactly one model or has no room for `engine.max_model_len`.
+        ValueError: if the server does not serve exactly one model or has no room for `engine.max_model_len`.
+        RuntimeError: if it does not answer.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -59,10 +60,7 @@ class ServerEngine:
         self.warned_of_layers = False
         if settings["draft_dir"] is not None:
             raise ValueError(f"the server at {self.url} cannot load a draft for one call; leave its URL out to evaluate drafts")
-        try:
-            self.version, self.served = asyncio.run(self._introduction())
-        except RuntimeError as e:
-            raise ValueError(str(e)) from None
+        self.version, self.served = asyncio.run(self._introduction())
 
     async def _introduction(self) -> tuple[str, ServedModel]:
         async with ServerClient(self.url, max_attempts=START_ATTEMPTS) as client:
@@ -246,6 +244,12 @@ class _Session:
     async def complete(self, model: str, prompt: list[int], wanted: int, index: int, sampling: dict[str, Any]) -> Completion:
         """Answer one prompt with `wanted` tokens or an earlier stop."""
         completion = await self.client.complete(model, prompt, wanted, f"{self.id}-{index}", **sampling)
+        path = completion.hidden_states_path
+        if path is not None and not Path(path).name.startswith(f"cmpl-{self.id}-{index}-"):
+            # It is opened and deleted here: no other file may be.
+            raise RuntimeError(
+                f"the server at {self.client.url} names a file that is not this request's: {path}; see its connector's settings"
+            )
         if completion.hidden_states_path is not None:
             self.directories.add(Path(completion.hidden_states_path).parent)
         if completion.finish_reason == "length" and len(completion.token_ids) != wanted:

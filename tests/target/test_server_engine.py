@@ -81,7 +81,7 @@ def test_a_server_that_does_not_fit_is_refused_before_any_work(
     server: StandIn, target: Path, models: Any, layer_ids: list[int] | None, message: str
 ) -> None:
     server.models = models
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
         engine(server, target, layer_ids)
     assert server.requests == []
 
@@ -91,7 +91,7 @@ def test_a_server_that_is_not_there_or_cannot_draft_is_refused(server: StandIn, 
         engine(server, target, draft_dir="draft")
     absent = StandIn()
     absent.server_close()
-    with pytest.raises(ValueError, match=f"{absent.url} gave no answer to /version in 4 attempts"):
+    with pytest.raises(RuntimeError, match=f"{absent.url} gave no answer to /version in 4 attempts"):
         engine(absent, target)
 
 
@@ -267,10 +267,30 @@ def test_a_server_without_files_or_with_files_elsewhere_is_told_how_to_start(ser
         engine(server, target, LAYER_IDS).capture(ROWS, LAYER_IDS, lambda *row: None)
 
 
+def test_a_file_that_is_not_the_requests_own_is_neither_read_nor_deleted(server: StandIn, target: Path, tmp_path: Path) -> None:
+    other = tmp_path / "precious"
+    for path in (other, other.with_name("precious.lock")):
+        path.write_text("x")
+
+    def somebody_elses(handler: Any, request: dict[str, Any]) -> None:
+        choice = {"token_ids": [3], "prompt_token_ids": request["prompt"], "finish_reason": "length"}
+        handler.reply({"choices": [choice], "kv_transfer_params": {"hidden_states_path": str(other)}})
+
+    for work in (
+        lambda: engine(server, target, LAYER_IDS).capture(ROWS, LAYER_IDS, lambda *row: None),
+        lambda: engine(server, target).generate(PROMPTS, **GREEDY),
+    ):
+        server.faults = [somebody_elses] * 5
+        with pytest.raises(RuntimeError, match=f"names a file that is not this request's: {other}"):
+            work()
+    assert (other.read_text(), other.with_name("precious.lock").read_text()) == ("x", "x")
+
+
 def elsewhere(handler: Any, request: dict[str, Any]) -> None:
     """A server on another machine: its file is nowhere here."""
     choice = {"token_ids": [3], "prompt_token_ids": request["prompt"], "finish_reason": "length"}
-    handler.reply({"choices": [choice], "kv_transfer_params": {"hidden_states_path": "/nowhere/cmpl-1.safetensors"}})
+    path = f"/nowhere/cmpl-{request['request_id']}-0.safetensors"
+    handler.reply({"choices": [choice], "kv_transfer_params": {"hidden_states_path": path}})
 
 
 def test_a_writer_that_never_ends_is_given_up(server: StandIn, tmp_path: Path) -> None:

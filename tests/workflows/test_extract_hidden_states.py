@@ -50,7 +50,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen["calls"].append((number, how["server_url"], how["tensor_parallel_size"]))
         if number in seen["broken"]:
             raise RuntimeError(f"no states of {number}")
-        (Path(out) / "manifest.json").write_text("{}")
+        (Path(out) / "manifest.json").write_text(" " * 10_000)
         return {"rows": 10, "tokens": 100, "supervised_tokens": 50, "bytes": 7, "digest": f"states-{number}"}
 
     monkeypatch.setattr(target_engine, "capture", capture)
@@ -106,7 +106,8 @@ def test_what_does_not_fit_on_the_disk_is_refused_with_the_numbers(
     extract(shards, target)
     assert "states of 500 tokens as bf16: at most 0.000 GB before compression" in capsys.readouterr().out
     monkeypatch.setattr(store, "free_bytes", lambda: 100)
-    monkeypatch.setattr(store, "taken", lambda _: 0)
+    extract(shards, target)  # all of it is there already
+    monkeypatch.setattr(store, "taken", lambda *_: 100)
     with pytest.raises(
         ValueError, match=r"states of 500 tokens .* has 0\.000 GB free: free some, train on fewer prompts, or set"
     ):
@@ -162,7 +163,8 @@ def test_nodes_of_a_split_target_ask_for_its_gpus_and_clients_for_none() -> None
     assert {side.gpu for side in replica_overrides(FanOutConfig(server_urls=["http://a"])).values()} == {"0"}
 
 
-def test_a_tolerant_lane_is_named_alike_for_any_ratio_and_number_of_replicas() -> None:
+def test_a_tolerant_lane_survives_any_failure_under_one_name() -> None:
     lane = functools.partial(extraction.extract_shard, target_digest="x")
-    names = {extraction.map_task(lane, **extraction.LANE).name for _ in range(2)}
-    assert len(names) == 1
+    node = extraction.map_task(lane, **extraction.LANE)
+    assert node.name == extraction.map_task(lane, **extraction.LANE).name
+    assert (node.min_success_ratio, node.concurrency) == (0.0, 1)

@@ -17,8 +17,10 @@ from workflows.stage import stage
 
 logger = logging.getLogger("eagle3")
 CACHE = Cache(version="3", ignored_inputs=("shard", "target", "server_url", "tensor_parallel_size"))
-# Constant, since both are in a map task's name and so in its cache key; the recipe's ratio is enforced by gather_hidden_states.
-LANE = {"concurrency": 1, "min_success_ratio": 0.01}
+# Constant, since both are in a map task's name and so in its cache key: no failure fails the node, and the recipe's ratio is
+# enforced by gather_hidden_states.
+LANE = {"concurrency": 1, "min_success_ratio": 0.0}
+NAME = "extract_hidden_states"
 
 
 @task(container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, **ENGINE)
@@ -39,10 +41,8 @@ def extract_shard(
 
     store.share_credentials()
     layer_ids = aux_layer_ids(extract.layer_ids, target.num_layers)
-    settings = [engine.model_dump_json(), extract.model_dump_json(), str(layer_ids)]
-    key = store.digest_of_digests([CACHE.version, shard_digest, target_digest, *settings])
     info = {"target": target.name, "target_revision": target.revision, "target_digest": target_digest}
-    with store.keyed_place("extract_hidden_states", key) as out:
+    with store.keyed_place(NAME, _key(shard_digest, target_digest, engine, extract)) as out:
         manifest = capture(
             target.directory.download(),
             shard.file.download(),
@@ -64,6 +64,11 @@ def extract_shard(
         layer_ids=layer_ids,
         digest=manifest["digest"],
     )
+
+
+def _key(shard_digest: str, target_digest: str, engine: EngineConfig, extract: ExtractConfig) -> str:
+    settings = [engine.model_dump_json(), extract.model_dump_json()]
+    return store.digest_of_digests([CACHE.version, shard_digest, target_digest, *settings])
 
 
 @task(container_image=images.CPU, **LIGHT)
@@ -99,7 +104,7 @@ def extract_hidden_states(
     Raises:
         ValueError: if the states do not fit on the local disk.
     """
-    check_room(shards, target, extract)
+    check_room(shards, target, engine, extract)
     num_lanes = min(len(shards.shards), len(fanout.server_urls) or fanout.replicas)
     common = {
         "target": target,
@@ -141,16 +146,18 @@ def _tolerant_lane(lane: list[TokenShard], common: dict[str, Any], fanout: FanOu
 
 
 def _local_attempt(shard: TokenShard, common: dict[str, Any]) -> Any:
-    """Locally a task runs when it is called."""
+    """Locally a task runs when it is called. Settings that cannot work fail every shard, and the run."""
     try:
         return extract_shard(shard=shard, shard_digest=shard.digest, **common)
+    except ValueError:
+        raise
     except Exception as e:
         logger.warning("shard %d could not be captured: %s", shard.index, e)
         return None
 
 
-def check_room(shards: TokenShards, target: Target, extract: ExtractConfig) -> None:
-    """Say how many bytes the states take; locally, refuse what does not fit."""
+def check_room(shards: TokenShards, target: Target, engine: EngineConfig, extract: ExtractConfig) -> None:
+    """Say how many bytes the states take; locally, refuse what does not fit beside what is captured already."""
     from eagle3.hidden_states import hidden_state_bytes
     from eagle3.target.properties import aux_layer_ids
 
@@ -161,6 +168,7 @@ def check_room(shards: TokenShards, target: Target, extract: ExtractConfig) -> N
     if store.is_local():
         free = store.free_bytes()
         text += f"; {store.root()} has {free / 1e9:.3f} GB free"
-        if needed > free + store.taken("extract_hidden_states"):
+        keys = {_key(shard.digest, target.digest, engine, extract) for shard in shards.shards}
+        if needed > free + sum(store.taken(NAME, key) for key in keys):
             raise ValueError(f"{text}: free some, train on fewer prompts, or set extract.encoding to fp8")
     print(text, flush=True)
