@@ -16,7 +16,7 @@ def test_a_hub_target_is_fetched_at_the_commit_behind_its_digest(monkeypatch: py
 
     def fetch(cfg: TargetConfig, out_dir: str) -> None:
         fetched.append(cfg.revision)
-        config = {"model_type": "llama", "num_hidden_layers": 3, "vocab_size": 7}
+        config = {"model_type": "llama", "num_hidden_layers": 3, "vocab_size": 7, "hidden_size": 5}
         Path(out_dir, "config.json").write_text(json.dumps(config))
         Path(out_dir, "model.safetensors").touch()
 
@@ -25,4 +25,4 @@ def test_a_hub_target_is_fetched_at_the_commit_behind_its_digest(monkeypatch: py
     ref = TargetRef("org/model", "0123abc", "digest")
     target = fetch_target.task_function(target=TargetConfig(name="org/model", revision="main"), ref=ref, target_digest="digest")
     assert fetched == ["0123abc"]
-    assert (target.revision, target.num_layers, target.vocab_size) == ("0123abc", 3, 7)
+    assert (target.revision, target.num_layers, target.vocab_size, target.hidden_size) == ("0123abc", 3, 7, 5)
