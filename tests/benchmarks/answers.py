@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from eagle3.config import DataConfig, EngineConfig, RegenerateConfig, TargetConfig
+from eagle3.config import DataConfig, EngineConfig, RegenerateConfig, SourceConfig, TargetConfig
 from eagle3.data.prepare import prepare_shards
 from eagle3.data.regenerate import attach_answers
 from eagle3.shards import digest_of, read_token_shard, write_token_shard
@@ -69,7 +69,9 @@ def make_answers(arguments: argparse.Namespace) -> Answers:
 
 def _answer(recipe: dict[str, Any], target_dir: Path, out: Path) -> None:
     engine, cfg = EngineConfig(**recipe.get("engine", {})), RegenerateConfig(**recipe.get("regenerate", {}))
-    prepared = prepare_shards(recipe["prompts"], recipe["heldout"], target_dir, DataConfig(**recipe["data"]), True, out)
+    heldout = SourceConfig(path=recipe["heldout"], name="heldout")
+    data = DataConfig(**recipe["data"], sources=[SourceConfig(path=recipe["prompts"], name="train")])
+    prepared = prepare_shards(heldout, target_dir, data, True, out)
     sampling = cfg.model_dump(include={"temperature", "top_p", "max_new_tokens", "seed"})
     for file in prepared.shards:
         rows = read_token_shard(file.path)
