@@ -15,7 +15,8 @@ from torch import Tensor
 
 STORED_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 FP8_MAX = 448.0
-# Level 1 is three times faster than 3 and loses nothing here: what is left to find are the frequencies of single bytes.
+# Level 1 is 1.3 times faster than 3 and hardly larger (SmolLM2 in bf16: 0.620 against 0.617): what is left to find are the
+# frequencies of single bytes.
 ZSTD_LEVEL = 1
 
 

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 # Uncompressed. Small rows share a frame, since states of a shared prefix repeat from row to row.
 FRAME_BYTES = 1 << 20
 CHUNKS_IN_MEMORY = 2
-# Byte shuffle and zstd take 0.3 to 0.5 GB/s a core; one H200 hands over 1 to 2 GB/s of an 8B target's states.
+# Byte shuffle and zstd take 0.15 GB/s on a Zen 3 core; an H200 may hand over 1 GB/s and more of an 8B target's states.
 ENCODE_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 Frame = list[int]
 Check = Callable[[list[int]], dict[str, int]]
