@@ -7,11 +7,7 @@ because two engines do not fit in memory. The worker ends when this process does
 import atexit
 import json
 import logging
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -24,11 +20,12 @@ from eagle3.config import EngineConfig, ExtractConfig
 from eagle3.hidden_state_writer import finished_manifest, row_bytes
 from eagle3.remote import is_remote
 from eagle3.shards import read_token_shard
+from eagle3.target.process import WorkerProcess
 from eagle3.target.properties import check_max_model_len
 
 logger = logging.getLogger(__name__)
 _lock = threading.RLock()
-_worker: "_Worker | None" = None
+_worker: WorkerProcess | None = None
 
 
 @dataclass(frozen=True)
@@ -243,7 +240,7 @@ def _run(settings: dict[str, Any], request: dict[str, Any]) -> Any:
         return worker.ask(request)
 
 
-def _ready_worker(library: str) -> "_Worker":
+def _ready_worker(library: str) -> WorkerProcess:
     global _worker
     if _worker is not None and (_worker.library != library or _worker.process.poll() is not None):
         close_engines()
@@ -252,110 +249,5 @@ def _ready_worker(library: str) -> "_Worker":
             raise ValueError(f"{library} is not installed here; set engine.engine to transformers, the slow reference")
         if library == "transformers":
             logger.warning("engine: transformers is the slow reference; use vllm where it runs")
-        _worker = _Worker(library)
+        _worker = WorkerProcess(library)
     return _worker
-
-
-class _Worker:
-    """The worker process. `settings` are those of the engine it holds, None while it holds none."""
-
-    def __init__(self, library: str) -> None:
-        self.library = library
-        self.settings: dict[str, Any] | None = None
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "eagle3.target.worker", library],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=_environment(library),
-        )
-
-    def ask(self, request: dict[str, Any]) -> Any:
-        """Send one request and wait for its result; an engine that failed is not used again."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        except BaseException:  # Ctrl-C: the reply may still come, and nobody would take it
-            self.end()
-            raise
-        reply = json.loads(line) if line.endswith("\n") else {"died": self.process.wait()}
-        if "died" in reply:
-            self.end()
-            if request["op"] == "stop":
-                return None
-            raise RuntimeError(_death_message(reply["died"]))
-        if "error" in reply:
-            self.stop_engine()
-            raise (ValueError if reply["is_value_error"] else RuntimeError)(reply["error"])
-        return reply["result"]
-
-    def stop_engine(self) -> None:
-        """Give the engine's memory back; where the process cannot fork, it ends with its engine."""
-        if self.settings is None:
-            return
-        self.settings = None
-        if forks_engines():
-            self.ask({"op": "stop"})
-        else:
-            self.end()
-
-    def end(self) -> None:
-        """Close the pipe, which ends the process, and wait for it."""
-        self.settings = None
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.close()
-            self.process.wait(timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            self.process.kill()
-            self.process.wait()
-
-
-def _death_message(status: int) -> str:
-    if status == -signal.SIGKILL:
-        return (
-            "the engine process was killed (signal 9), most likely for lack of memory; "
-            "lower engine.max_num_seqs, engine.max_num_batched_tokens or engine.cpu_kv_cache_gib, or give it more memory"
-        )
-    how = f"was ended by signal {-status}" if status < 0 else f"ended with exit code {status}"
-    return f"the engine process {how}; its last lines on stderr say why"
-
-
-def forks_engines() -> bool:
-    """Whether one worker serves several engines, each in a fork of it.
-
-    Only on Linux, where no system library keeps threads of its own, and not beside a GPU: a CUDA driver that anything touched
-    during the import does not survive a fork, and there the import costs little against the engine's own start.
-    """
-    return sys.platform == "linux" and not has_gpu()
-
-
-def has_gpu() -> bool:
-    """Whether an NVIDIA GPU is there; asks no driver."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-def _environment(library: str) -> dict[str, str]:
-    root = str(Path(__file__).resolve().parents[2])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    # Targets are directories by now: nothing has to be asked of a hub.
-    env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if library != "vllm":
-        return env
-    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
-    # vLLM warns of settings that are chosen here on purpose; its errors come back as exceptions.
-    for name, value in (("VLLM_LOGGING_LEVEL", "ERROR"), ("TORCH_CPP_LOG_LEVEL", "ERROR"), ("PYTHONWARNINGS", "ignore")):
-        env.setdefault(name, value)
-    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    if openmp.exists() and not has_gpu():
-        env["LD_PRELOAD"] = os.pathsep.join([str(openmp), *filter(None, [os.environ.get("LD_PRELOAD")])])
-        # Idle threads that spin for the default 200 ms take the cores from everything else (vllm/utils/ompmultiprocessing.py).
-        env.setdefault("KMP_BLOCKTIME", "5")
-        # Unset, a forked child is bound to one core ("disabled" aborts it): half the speed on two cores.
-        env.setdefault("KMP_AFFINITY", "none")
-    return env

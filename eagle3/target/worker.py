@@ -15,7 +15,7 @@ import threading
 import traceback
 from typing import Any, TextIO
 
-from eagle3.target.engine import forks_engines
+from eagle3.target.process import forks_engines
 
 # Collections during the import cost 3 of 15 s; what it made stays for good, so later collections may skip it.
 gc.disable()

@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from eagle3.config import EngineConfig, ExtractConfig
 from eagle3.shards import read_token_shard, write_token_shard
-from eagle3.target.engine import _settings, _Worker
+from eagle3.target.engine import _settings
+from eagle3.target.process import WorkerProcess
 from eagle3.target.properties import aux_layer_ids
 from eagle3.target.weights import check_target_dir
 from tests.benchmarks.answers import Answers, make_answers, read_arguments
@@ -85,13 +86,13 @@ def speed_table(summary: dict[str, Any]) -> str:
 class Side:
     """One engine, ready in its worker, and the request that is one round."""
 
-    worker: _Worker
+    worker: WorkerProcess
     request: dict[str, Any]
 
     @classmethod
     def start(cls, settings: dict[str, Any], request: dict[str, Any]) -> "Side":
         """Start worker and engine."""
-        worker = _Worker(settings["engine"]["engine"])
+        worker = WorkerProcess(settings["engine"]["engine"])
         worker.settings = settings
         worker.ask({"op": "start", "settings": settings})
         return cls(worker, request)
