@@ -1,0 +1,109 @@
+"""The results of a conversation's tool calls, kept by call: what a tool answers when the target calls it anew.
+
+A call is found by its name and its arguments, whatever the order of keys, the kind of a number (2 and 2.0) or the white space at
+the ends of texts. Results follow their calls in the order of the calls, or by `tool_call_id` where the turns have one. One tool
+turn may hold the results of several parallel calls as a JSON list.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from eagle3.data.conversations import Message
+
+
+class Recorded:
+    """Results by call, and how often each was asked for."""
+
+    def __init__(self, results: Mapping[str, Sequence[str]]) -> None:
+        self.results = {key: list(found) for key, found in results.items()}
+        self.num_asked: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, messages: Sequence[Message]) -> "Recorded":
+        """Collect the results in a conversation; calls without a result and results without a call are left out."""
+        results: dict[str, list[str]] = {}
+        for i, message in enumerate(messages):
+            if message.get("tool_calls"):
+                for call, content in _pairs(message["tool_calls"], _turns_behind(messages, i)):
+                    results.setdefault(key_of(call), []).append(content)
+        return cls(results)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Recorded":
+        """Read what `to_json` wrote; nothing has been asked for."""
+        return cls(json.loads(text))
+
+    def to_json(self) -> str:
+        """The results as a JSON object: the same text for the same results in the same order."""
+        return json.dumps(self.results, ensure_ascii=False, sort_keys=True)
+
+    def replay(self, call: Mapping[str, Any]) -> str | None:
+        """The next result of a call, the last one again when it is asked more often, None if it was never recorded.
+
+        Args:
+            call: of a message's tool_calls.
+        """
+        key = key_of(call)
+        if key not in self.results:
+            return None
+        asked = self.num_asked.get(key, 0)
+        self.num_asked[key] = asked + 1
+        return self.results[key][min(asked, len(self.results[key]) - 1)]
+
+
+def key_of(call: Mapping[str, Any]) -> str:
+    """Equal for calls that ask the same."""
+    function = call["function"]
+    return json.dumps([function["name"].strip(), _normal(function["arguments"])], sort_keys=True)
+
+
+def _normal(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+        return int(value)
+    if isinstance(value, list | tuple):
+        return [_normal(v) for v in value]
+    if isinstance(value, dict):
+        return {str(k): _normal(v) for k, v in value.items()}
+    return value
+
+
+def _turns_behind(messages: Sequence[Message], index: int) -> list[Message]:
+    turns = []
+    for message in messages[index + 1 :]:
+        if message["role"] != "tool":
+            break
+        turns.append(message)
+    return turns
+
+
+def _pairs(calls: Sequence[Mapping[str, Any]], turns: Sequence[Message]) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Calls with their results: by id first, what is left in order."""
+    if len(turns) == 1 and len(calls) > 1:
+        listed = _listed(turns[0].get("content", ""))
+        if listed is not None and len(listed) == len(calls):
+            yield from zip(calls, listed, strict=True)
+            return
+    # An id that two calls share says nothing, and a turn with no call's id still answers one, as where ids were cut off.
+    ids = [call.get("id") for call in calls]
+    index_of = {number: i for i, number in enumerate(ids) if number and ids.count(number) == 1}
+    matched = [index_of.pop(turn.get("tool_call_id"), None) for turn in turns]
+    left = iter([i for i in range(len(calls)) if i not in matched])
+    for turn, index in zip(turns, matched, strict=True):
+        found = next(left, None) if index is None else index
+        if found is not None:
+            yield calls[found], turn.get("content", "")
+
+
+def _listed(content: str) -> list[str] | None:
+    """The parts of a JSON list, each as text."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, list):
+        return None
+    return [v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in value]
