@@ -95,14 +95,45 @@ class DataConfig(StageConfig):
     )
 
 
+class SamplingConfig(StageConfig):
+    """How one source's answers are sampled; what is null is as for all sources."""
+
+    temperature: float | None = Field(default=None, ge=0, description="sampling temperature; 0 is greedy")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="nucleus sampling mass")
+    max_new_tokens: int | None = Field(default=None, ge=1, description="longest answer, tokens")
+
+
 class RegenerateConfig(StageConfig):
     """regenerate: the target's own answers."""
 
-    enabled: bool = Field(default=True, description="replace the last assistant turn by the target's own answer")
+    enabled: bool = Field(
+        default=True,
+        description="the target answers every turn and calls tools itself; false: the rows' own answers are kept",
+    )
     temperature: float = Field(default=0.7, ge=0, description="sampling temperature; 0 is greedy")
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling mass")
     max_new_tokens: int = Field(default=1024, ge=1, description="longest answer, tokens")
+    sources: dict[str, SamplingConfig] = Field(
+        default={}, description="sampling of single sources, by their names; the rows of `prompts` are the source `train`"
+    )
+    max_tool_rounds: int = Field(
+        default=8, ge=1, description="answers with tool calls in a row, after which a conversation ends and is counted"
+    )
     seed: int = Field(default=0, description="engine seed")
+
+    def sampling(self, source: str) -> tuple[float, float, int]:
+        """Temperature, top_p and longest answer in tokens of a source."""
+        own = self.sources.get(source, SamplingConfig())
+        return (
+            self.temperature if own.temperature is None else own.temperature,
+            self.top_p if own.top_p is None else own.top_p,
+            self.max_new_tokens if own.max_new_tokens is None else own.max_new_tokens,
+        )
+
+    @property
+    def longest_answer(self) -> int:
+        """The largest max_new_tokens of all sources."""
+        return max([self.max_new_tokens, *(own.max_new_tokens or 0 for own in self.sources.values())])
 
 
 class VocabConfig(StageConfig):
@@ -247,6 +278,14 @@ class FanOutConfig(StageConfig):
     )
 
 
+def check_sampled_sources(regenerate: RegenerateConfig, names: list[str]) -> None:
+    """Refuse sampling settings of a source that there is not."""
+    if unknown := sorted(regenerate.sources.keys() - set(names)):
+        raise ValueError(
+            f"regenerate.sources must name sources of this run ({', '.join(names)}), got {', '.join(unknown)}; correct the names"
+        )
+
+
 def check_lengths(data: DataConfig, engine: EngineConfig, regenerate: RegenerateConfig, evaluate: EvaluateConfig) -> None:
     """Refuse settings under which a prompt that prepare lets through would not fit a later stage.
 
@@ -258,7 +297,7 @@ def check_lengths(data: DataConfig, engine: EngineConfig, regenerate: Regenerate
     prompt = data.max_prompt_tokens
     needed = {"data.max_prompt_tokens + evaluate.max_new_tokens + 2k": prompt + evaluate.max_new_tokens + overhang}
     if regenerate.enabled:
-        needed["data.max_prompt_tokens + regenerate.max_new_tokens"] = prompt + regenerate.max_new_tokens
+        needed["data.max_prompt_tokens + regenerate.max_new_tokens"] = prompt + regenerate.longest_answer
     else:
         needed["data.max_tokens"] = data.max_tokens
     for names, tokens in needed.items():

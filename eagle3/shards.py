@@ -1,7 +1,8 @@
 """Token shards, written and read: conversations as token ids with a loss mask, and the digests that name them.
 
 One Parquet file, one row a conversation: `sample_id` string (hash of its content), `source` string, `token_ids` list<int32>,
-`loss_mask` list<bool> (True where the target wrote the token). Prompts that wait for an answer have an all-False mask.
+`loss_mask` list<bool> (True where the target wrote the token), `script` string. Prompts that wait for an answer have an all-False
+mask; `script` says how their conversation goes on (eagle3/data/script.py), "" where it ends with one answer.
 
 Digests hash content, never paths: the same rows give the same digest anywhere.
 """
@@ -19,13 +20,15 @@ class TokenRow:
     """One conversation.
 
     sample_id: opening:content, hashes of the conversation's first user text and of all of it. source: name of the source.
-    token_ids: T target token ids. loss_mask: T flags, True where the target wrote the token.
+    token_ids: T target token ids. loss_mask: T flags, True where the target wrote the token. script: how a prompt's conversation
+    goes on, as JSON, or "".
     """
 
     sample_id: str
     source: str
     token_ids: list[int]
     loss_mask: list[bool]
+    script: str = ""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.loss_mask):
@@ -57,7 +60,7 @@ def digest_of(*parts: str | bytes) -> str:
 def row_digest(row: TokenRow) -> str:
     """Content digest of one row; the order of rows matters to a shard, not to a row."""
     ids = np.array(row.token_ids, np.int32).tobytes()
-    return digest_of(row.sample_id, row.source, ids, bytes(row.loss_mask))
+    return digest_of(row.sample_id, row.source, ids, bytes(row.loss_mask), *([row.script] if row.script else []))
 
 
 def summarise_rows(rows: Iterable[TokenRow]) -> TokenShardSummary:
@@ -87,6 +90,7 @@ def write_token_shard(path: str | Path, rows: list[TokenRow]) -> TokenShardSumma
             "source": pa.array([r.source for r in rows], pa.string()),
             "token_ids": pa.array([r.token_ids for r in rows], pa.list_(pa.int32())),
             "loss_mask": pa.array([r.loss_mask for r in rows], pa.list_(pa.bool_())),
+            "script": pa.array([r.script for r in rows], pa.string()),
         }
     )
     part = f"{path}.part"
@@ -105,7 +109,7 @@ def read_token_shard(path: str | Path) -> list[TokenRow]:
     import pyarrow.parquet as pq
 
     try:
-        columns = pq.read_table(path, columns=["sample_id", "source", "token_ids", "loss_mask"]).to_pydict()
+        columns = pq.read_table(path, columns=["sample_id", "source", "token_ids", "loss_mask", "script"]).to_pydict()
     except (pa.ArrowException, OSError, KeyError) as e:
         raise ValueError(f"{path} is not a readable token shard ({e}); delete it and run again") from e
     return [TokenRow(*values) for values in zip(*columns.values(), strict=True)]

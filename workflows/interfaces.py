@@ -56,7 +56,7 @@ class Target:
 
 @dataclass(frozen=True)
 class TokenShard:
-    """One Parquet file of conversations (eagle3/shards.py)."""
+    """One Parquet file of conversations (eagle3/shards.py). accounts: what became of its prompts, once they are answered."""
 
     index: int
     file: FlyteFile
@@ -64,23 +64,27 @@ class TokenShard:
     tokens: int
     supervised_tokens: int
     digest: str
+    accounts: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Training shards in source order, held-out prompts, and the data report (report.json: rows read, dropped by reason)."""
+    """Training shards in source order, those of tool tasks apart, held-out prompts, and the data report (report.json: rows
+    read, dropped by reason)."""
 
     shards: list[TokenShard]
+    tool_tasks: list[TokenShard]
     heldout: TokenShard
     report: FlyteFile
 
 
 @dataclass(frozen=True)
 class TokenShards:
-    """Shards after regeneration, in order; digest over theirs."""
+    """Shards after regeneration, in order; digest over theirs, accounts the sum of theirs."""
 
     shards: list[TokenShard]
     digest: str
+    accounts: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

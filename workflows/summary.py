@@ -15,6 +15,7 @@ from workflows.journal import Entry
 STAGES = (
     "prepare_data",
     "regenerate_responses",
+    "collect_agent_traces",
     "build_vocab",
     "extract_hidden_states",
     "train_draft",

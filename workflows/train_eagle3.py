@@ -1,8 +1,8 @@
 """The whole chain as one workflow: prompts and a target in, a draft that vLLM loads and its measurement out.
 
-    resolve_inputs -> fetch_target -> prepare_data -> regenerate_responses -> build_vocab           -> train_draft
-                                                                          \\> extract_hidden_states /
-    train_draft -> export_draft -> evaluate_draft -> summarize_run
+    resolve_inputs -> fetch_target -> prepare_data -> regenerate_responses -> collect_agent_traces
+    collect_agent_traces -> build_vocab           -> train_draft -> export_draft -> evaluate_draft -> summarize_run
+                         \\> extract_hidden_states /
 
 Every stage is cached by the content of what it reads (`*_digest`) and its own settings; paths and replicas are in no key.
 """
@@ -24,6 +24,7 @@ from eagle3.config import (
     VocabConfig,
 )
 from workflows.tasks.build_vocab import build_vocab
+from workflows.tasks.collect_agent_traces import collect_agent_traces
 from workflows.tasks.evaluate_draft import evaluate_draft
 from workflows.tasks.export_draft import export_draft
 from workflows.tasks.extract_hidden_states import extract_hidden_states
@@ -74,7 +75,7 @@ def train_eagle3(
         data=data,
         regenerate=found.regenerate,
     )
-    rows = regenerate_responses(
+    chats = regenerate_responses(
         data=prepared,
         target=model,
         engine=engine,
@@ -85,6 +86,7 @@ def train_eagle3(
         extract=extract,
         fanout=fanout,
     )
+    rows = collect_agent_traces(data=prepared, chats=chats, target=model, engine=engine, regenerate=regenerate, fanout=fanout)
     draft_vocab = build_vocab(
         shards=rows,
         shards_digest=rows.digest,

@@ -16,13 +16,14 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from eagle3.config import DataConfig
 from eagle3.data.chat import EncodedRow, conversation_rows, encode_rows, prompt_row
 from eagle3.data.conversations import BadRow, Conversation, Pretokenized, drop_trailing_answer, has_answer, to_conversation
 from eagle3.data.files import MAX_ROW_BYTES, Record
 from eagle3.data.presets import PRESETS
+from eagle3.data.script import script_of
 from eagle3.data.template import Piece
 from eagle3.shards import TokenRow, digest_of
 
@@ -40,14 +41,15 @@ MAX_WORKERS = 8
 class Task:
     """What to make of a source's rows.
 
-    source: name written into them. preset, thinking: as in SourceConfig. prompt_only: keep what the target is to answer, with an
-    all-False mask; else whole conversations.
+    source: name written into them. preset, thinking: as in SourceConfig. keep: whole conversations with their answers; what the
+    target is asked first, with an all-False mask and the script of what follows; or what it is asked last, behind the row's
+    own history.
     """
 
     source: str
     preset: str
     thinking: bool | None
-    prompt_only: bool
+    keep: Literal["answers", "script", "last_prompt"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class _Draft:
 
     outcome: Outcome
     content: str = ""
+    script: str = ""
     pieces: list[list[Piece]] = field(default_factory=list)
     tokens: list[EncodedRow] = field(default_factory=list)
 
@@ -121,15 +124,19 @@ class RowEncoder:
             return _dropped(outcome, "in_heldout", "a user turn is a prompt of an evaluation set")
         if sum(len(m["content"]) for m in messages) > MAX_ROW_BYTES:
             return _dropped(outcome, "row_too_large", f"more than {MAX_ROW_BYTES:,} characters; cut the row")
-        if not task.prompt_only and not has_answer(messages):
-            return _dropped(
-                outcome, "no_answer", "no assistant text to train on; add an answer or set regenerate.enabled to true"
-            )
-        kept = replace(conversation, messages=drop_trailing_answer(messages)) if task.prompt_only else conversation
-        content = digest_of(json.dumps([kept.messages, kept.tools], sort_keys=True))
-        if task.prompt_only:
-            return _Draft(outcome, content, [prompt_row(self.tokenizer, kept, task.thinking)])
-        return _Draft(outcome, content, conversation_rows(self.tokenizer, kept, task.thinking))
+        if task.keep == "answers":
+            if not has_answer(messages):
+                return _dropped(
+                    outcome, "no_answer", "no assistant text to train on; add an answer or set regenerate.enabled to true"
+                )
+            return _Draft(outcome, _content(conversation), pieces=conversation_rows(self.tokenizer, conversation, task.thinking))
+        text = ""
+        kept = replace(conversation, messages=drop_trailing_answer(messages))
+        if task.keep == "script":
+            script = script_of(conversation, task.thinking)
+            kept = replace(conversation, messages=script.messages)
+            text = script.to_json() if script.goes_on else ""
+        return _Draft(outcome, _content(kept, text), text, [prompt_row(self.tokenizer, kept, task.thinking)])
 
     def _take_tokens(self, outcome: Outcome, row: Pretokenized, task: Task) -> _Draft:
         """A row that comes as tokens: its prompt is what stands before the first supervised one."""
@@ -139,7 +146,7 @@ class RowEncoder:
         outcome = replace(outcome, opening=tokens_key(ids[: _num_prompt(mask)]), turns=_num_answers(mask), format="pretokenized")
         if outcome.opening in self.excluded:
             return _dropped(outcome, "in_heldout", "it is a prompt of an evaluation set")
-        if task.prompt_only:
+        if task.keep != "answers":
             end = _last_answer(mask)
             kept = EncodedRow(ids[:end], [False] * end, 0, "")
         else:
@@ -149,7 +156,7 @@ class RowEncoder:
         return _Draft(outcome, digest_of(array("i", ids).tobytes(), bytes(mask)), tokens=[kept])
 
     def _tokenize(self, rows: list[list[Piece]], task: Task) -> Iterator[EncodedRow]:
-        limit = None if task.prompt_only else self.cfg.max_tokens
+        limit = self.cfg.max_tokens if task.keep == "answers" else None
         batch: list[list[Piece]] = []
         num_chars = 0
         for pieces in rows:
@@ -170,7 +177,7 @@ class RowEncoder:
                 fault = row.reason, f"nothing can be made of its first {self.cfg.max_tokens} tokens"
             else:
                 content = draft.content if i == 0 else digest_of(draft.content, str(i))
-                rows.append(TokenRow(f"{outcome.opening}:{content}", task.source, row.token_ids, row.loss_mask))
+                rows.append(TokenRow(f"{outcome.opening}:{content}", task.source, row.token_ids, row.loss_mask, draft.script))
         if encoded and not rows:
             return _dropped(outcome, *fault).outcome
         return replace(outcome, rows=rows, is_cut=len(rows) < len(encoded) or any(row.num_cut for row in encoded))
@@ -184,6 +191,10 @@ def opening_key(text: str) -> str:
 def tokens_key(token_ids: Sequence[int]) -> str:
     """What rows that come as token ids are compared by, made of a prompt's tokens."""
     return digest_of(array("i", token_ids).tobytes())[:12]
+
+
+def _content(conversation: Conversation, script: str = "") -> str:
+    return digest_of(json.dumps([conversation.messages, conversation.tools], sort_keys=True), script)
 
 
 def _num_prompt(loss_mask: list[bool]) -> int:

@@ -10,10 +10,8 @@ when the source drawn has no row left, so that the shares hold.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -25,6 +23,7 @@ from eagle3.config import DataConfig, SourceConfig
 from eagle3.data.chat import load_chat_tokenizer, text_spans
 from eagle3.data.encode import EncoderPool, Outcome, RowEncoder, Task, tokens_key
 from eagle3.data.report import SourceTally, total_figures
+from eagle3.data.script import is_tool_task
 from eagle3.data.sources import read_source, source_name, source_path
 from eagle3.shards import TokenRow, TokenShardSummary, write_token_shard
 
@@ -49,7 +48,7 @@ class PreparedFile:
 
 @dataclass(frozen=True)
 class PreparedFiles:
-    """Training shards in order, the held-out prompts, and the report (JSON-ready, free of directories).
+    """Training shards in order, those of tool tasks apart, the held-out prompts, the report (JSON-ready, free of directories).
 
     report: rows_read, rows_kept, dropped {reason: rows}, truncated, tokens, supervised_tokens over all sources; sources {name:
     SourceTally.figures}, heldout the same; prompts {train, heldout} rows; samples [{sample_id, source, tokens, spans [[text,
@@ -57,6 +56,7 @@ class PreparedFiles:
     """
 
     shards: list[PreparedFile]
+    tool_tasks: list[PreparedFile]
     heldout: PreparedFile
     report: dict[str, Any]
 
@@ -74,9 +74,9 @@ def prepare_shards(
         heldout: prompts for evaluation; only what the target is to answer is kept of each row.
         tokenizer_dir: the target's directory, with its chat template.
         cfg: data settings with the training sources; revisions pinned where the result has to be the same again.
-        regenerate: rows hold only the prompt of their last assistant turn, with an all-False mask, unless their source says no;
-            else whole conversations.
-        out_dir: gets shard-00000.parquet … and heldout.parquet, all or none.
+        regenerate: rows hold only what the target is asked first, with an all-False mask and a script of what follows, unless
+            their source says no; those that offer tools are the tool tasks. Else rows are whole conversations.
+        out_dir: gets shard-00000.parquet …, tool-tasks-00000.parquet … and heldout.parquet, all or none.
 
     Raises:
         ValueError: on a source that cannot be read, too many dropped rows, too few shards, or no held-out prompt left.
@@ -88,23 +88,24 @@ def prepare_shards(
         heldout_rows, heldout_tally, excluded = _read_heldout(RowEncoder(tokenizer, cfg), heldout, cfg)
         heldout_file = _write_shard(Path(staging) / HELDOUT_NAME, heldout_rows)
         tallies = [SourceTally() for _ in sources]
-        shards: list[PreparedFile] = []
+        shards, tool_tasks = _ShardFiles(Path(staging), "shard", cfg), _ShardFiles(Path(staging), "tool-tasks", cfg)
         samples: list[dict[str, Any]] = []
         with EncoderPool(RowEncoder(tokenizer, cfg, excluded)) as pool:
             seen: set[str] = set()
             streams = []
             for source, name, tally in zip(sources, names, tallies, strict=True):
-                task = Task(name, source.preset, source.thinking, prompt_only=regenerate and source.regenerate)
+                task = Task(name, source.preset, source.thinking, "script" if regenerate and source.regenerate else "answers")
                 streams.append(_keep(pool.encode(read_source(source), task), tally, seen, source.max_rows))
             for rows in _mix(streams, [source.weight for source in sources], cfg.seed):
-                shown = iter(tqdm(rows, "training rows", unit="row", delay=PROGRESS_DELAY_S))
-                while shard := list(islice(shown, cfg.rows_per_shard)):
-                    shards.append(_write_shard(Path(staging) / f"shard-{len(shards):05d}.parquet", shard))
-                    _add_samples(samples, tokenizer, shard)
+                for row in tqdm(rows, "training rows", unit="row", delay=PROGRESS_DELAY_S):
+                    (tool_tasks if is_tool_task(row.script) else shards).add(row)
+                    _add_sample(samples, tokenizer, row)
+                shards.end()
+                tool_tasks.end()
         for source, tally in zip(sources, tallies, strict=True):
             _check_dropped(source, tally, cfg)
-        _check_num_shards(sources, len(shards), tallies, cfg)
-        shards = [_publish(f, Path(out_dir)) for f in shards]
+        _check_num_shards(sources, len(shards.files) + len(tool_tasks.files), tallies, cfg)
+        published = [[_publish(f, Path(out_dir)) for f in made] for made in (shards.files, tool_tasks.files)]
         heldout_file = _publish(heldout_file, Path(out_dir))
     report = total_figures(tallies)
     logger.info("prepared %s", report)
@@ -114,7 +115,27 @@ def prepare_shards(
         "heldout": heldout_tally.figures(),
         "samples": samples,
     }
-    return PreparedFiles(shards, heldout_file, report)
+    return PreparedFiles(published[0], published[1], heldout_file, report)
+
+
+class _ShardFiles:
+    """Rows filled into files of `rows_per_shard`; memory holds the rows of one."""
+
+    def __init__(self, directory: Path, name: str, cfg: DataConfig) -> None:
+        self.directory, self.name, self.rows_per_shard = directory, name, cfg.rows_per_shard
+        self.files: list[PreparedFile] = []
+        self.rows: list[TokenRow] = []
+
+    def add(self, row: TokenRow) -> None:
+        self.rows.append(row)
+        if len(self.rows) == self.rows_per_shard:
+            self.end()
+
+    def end(self) -> None:
+        """Write what is left: the next row begins another file."""
+        if self.rows:
+            self.files.append(_write_shard(self.directory / f"{self.name}-{len(self.files):05d}.parquet", self.rows))
+            self.rows = []
 
 
 def _read_heldout(
@@ -124,7 +145,7 @@ def _read_heldout(
     excluded: set[str] = set()
 
     def outcomes(source: SourceConfig) -> Iterator[Outcome]:
-        for outcome in encoder.encode_all(read_source(source), Task("heldout", source.preset, source.thinking, prompt_only=True)):
+        for outcome in encoder.encode_all(read_source(source), Task("heldout", source.preset, source.thinking, "last_prompt")):
             excluded.update([outcome.opening] if outcome.opening else [], (tokens_key(row.token_ids) for row in outcome.rows))
             yield outcome
 
@@ -223,13 +244,9 @@ def _check_num_shards(sources: Sequence[SourceConfig], num_shards: int, tallies:
     )
 
 
-def _add_samples(samples: list[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase", rows: list[TokenRow]) -> None:
+def _add_sample(samples: list[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase", row: TokenRow) -> None:
     """Add the first rows of each source as text, as long as there are few."""
-    shown = Counter(sample["source"] for sample in samples)
-    for row in rows:
-        if len(samples) == NUM_SAMPLES:
-            return
-        if shown[row.source] < SAMPLES_OF_A_SOURCE:
-            shown[row.source] += 1
-            spans = [list(span) for span in text_spans(tokenizer, row.token_ids, row.loss_mask)]
-            samples.append({"sample_id": row.sample_id, "source": row.source, "tokens": len(row.token_ids), "spans": spans})
+    if len(samples) == NUM_SAMPLES or sum(sample["source"] == row.source for sample in samples) == SAMPLES_OF_A_SOURCE:
+        return
+    spans = [list(span) for span in text_spans(tokenizer, row.token_ids, row.loss_mask)]
+    samples.append({"sample_id": row.sample_id, "source": row.source, "tokens": len(row.token_ids), "spans": spans})

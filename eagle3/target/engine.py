@@ -1,4 +1,4 @@
-"""The target's engine as two functions, `generate` and `capture`; the engine itself lives in a worker process that is kept warm.
+"""The target's engine as three functions: generate, play, capture. The engine itself lives in a worker process, kept warm.
 
 A call with equal settings finds its engine ready, so the shards of one stage share one start; other settings close it first,
 because two engines do not fit in memory. The worker ends when this process does, however that ends: its stdin closes.
@@ -16,24 +16,17 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from eagle3.config import EngineConfig, ExtractConfig
+from eagle3.config import EngineConfig, ExtractConfig, RegenerateConfig
 from eagle3.hidden_state_writer import finished_manifest, row_bytes
 from eagle3.remote import is_remote
 from eagle3.shards import read_token_shard
+from eagle3.target.answers import Answer
 from eagle3.target.process import WorkerProcess
 from eagle3.target.properties import check_max_model_len
 
 logger = logging.getLogger(__name__)
 _lock = threading.RLock()
 _worker: WorkerProcess | None = None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One answer. token_ids include the end token when finish_reason is "stop"; otherwise it is "length"."""
-
-    token_ids: list[int]
-    finish_reason: str
 
 
 @dataclass(frozen=True)
@@ -82,10 +75,8 @@ def generate(
         ValueError: if a prompt is empty or leaves no room for an answer.
         RuntimeError: if the engine fails or is killed; carries its own message.
     """
-    longest = engine.max_model_len - 1
     for i, prompt in enumerate(prompts):
-        if not 0 < len(prompt) <= longest:
-            raise ValueError(f"prompt {i} has {len(prompt)} tokens; 1 … {longest} fit, raise engine.max_model_len or shorten it")
+        _check_prompt(f"prompt {i}", prompt, engine)
     if not prompts:
         return Generation([], 0.0, 0, 0, 0, [])
     check_max_model_len(engine.max_model_len, json.loads((Path(target_dir) / "config.json").read_text()))
@@ -93,6 +84,48 @@ def generate(
     sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
     result = _run(settings, {"op": "generate", "prompts": prompts, "sampling": {**sampling, "ignore_eos": ignore_eos}})
     return Generation(**{**result, "answers": [Answer(**a) for a in result["answers"]]})
+
+
+def play(
+    target_dir: str | Path,
+    token_shard_path: str | Path,
+    out: str | Path,
+    log_place: str,
+    engine: EngineConfig,
+    regenerate: RegenerateConfig,
+    tensor_parallel_size: int = 1,
+    server_url: str = "",
+) -> dict[str, Any]:
+    """Let the target answer the waiting rows of a token shard, turn by turn on its own history.
+
+    Args:
+        out: token shard to write, whole or not at all.
+        log_place: directory or fsspec URL in which answers are kept as they come; one for one shard and one set of settings. What
+            an earlier attempt left there is not asked again.
+        tensor_parallel_size: GPUs that share the target.
+        server_url: of a running vLLM server, which then answers instead of an engine of ours.
+
+    Returns:
+        rows, tokens, supervised_tokens and digest of the written shard; counts, as eagle3.data.regenerate.Player.result.
+
+    Raises:
+        ValueError: if a prompt leaves no room for an answer, the chat template cannot play the shard's conversations, or
+            nothing is left to train on.
+        RuntimeError: if the engine fails or is killed; answers are kept.
+    """
+    check_max_model_len(engine.max_model_len, json.loads((Path(target_dir) / "config.json").read_text()))
+    for row in read_token_shard(token_shard_path):
+        _check_prompt(f"{token_shard_path}: row {row.sample_id}", row.token_ids, engine)
+    request = {
+        "op": "play",
+        "token_shard_path": str(Path(token_shard_path).resolve()),
+        "out": str(Path(out).resolve()),
+        "log_place": log_place if is_remote(log_place) else str(Path(log_place).resolve()),
+        "regenerate": regenerate.model_dump(),
+        "max_model_len": engine.max_model_len,
+    }
+    result: dict[str, Any] = _run(_settings(target_dir, engine, None, None, 0, tensor_parallel_size, server_url), request)
+    return result
 
 
 def capture(
@@ -164,6 +197,12 @@ def close_engines() -> None:
 
 
 atexit.register(close_engines)
+
+
+def _check_prompt(name: str, prompt: list[int], engine: EngineConfig) -> None:
+    longest = engine.max_model_len - 1
+    if not 0 < len(prompt) <= longest:
+        raise ValueError(f"{name} has {len(prompt)} tokens; 1 … {longest} fit, raise engine.max_model_len or shorten it")
 
 
 def _check_shard(

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from eagle3.shards import TokenRow
+from eagle3.target.answers import Answer, Follow, Request
 from eagle3.target.capture import Add
 from eagle3.target.properties import end_of_turn_ids
 
@@ -93,8 +94,8 @@ class ReferenceEngine:
         if self.draft_dir is not None:
             answers, rounds, accepted = self._speculate(prompts, temperature, max_new_tokens, stop_ids)
         else:
-            how = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
-            answers = self._sample(prompts, how, max_new_tokens, stop_ids)
+            found = dict(self._sample(prompts, _how(temperature, top_p), max_new_tokens, stop_ids))
+            answers = [found[i] for i in range(len(prompts))]
         return {
             "answers": [{"token_ids": a, "finish_reason": "stop" if a[-1] in stop_ids else "length"} for a in answers],
             "seconds": time.perf_counter() - start,
@@ -104,9 +105,25 @@ class ReferenceEngine:
             "accepted_per_position": accepted,
         }
 
-    def _sample(self, prompts: list[list[int]], how: dict[str, Any], max_new_tokens: int, stop_ids: list[int]) -> list[list[int]]:
+    def play(self, requests: dict[int, Request], follow: Follow, seed: int) -> None:
+        """Answer every conversation's request, and what follows on the answer, round by round until nothing does."""
+        torch.manual_seed(seed)
+        while requests:
+            following: dict[int, Request | None] = {}
+            for sampling in sorted({r.sampling for r in requests.values()}, key=str):
+                alike = [i for i, r in requests.items() if r.sampling == sampling]
+                prompts = [requests[i].prompt for i in alike]
+                stop_ids = [] if sampling.ignore_eos else end_of_turn_ids(self.target_dir)
+                how = _how(sampling.temperature, sampling.top_p)
+                for n, ids in self._sample(prompts, how, sampling.max_new_tokens, stop_ids):
+                    following[alike[n]] = follow(alike[n], Answer(ids, "stop" if ids[-1] in stop_ids else "length"))
+            requests = {i: request for i, request in following.items() if request}
+
+    def _sample(
+        self, prompts: list[list[int]], how: dict[str, Any], max_new_tokens: int, stop_ids: list[int]
+    ) -> Iterator[tuple[int, list[int]]]:
+        """(number of the prompt, answer), batch by batch."""
         config = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=stop_ids or None, pad_token_id=0, **how)
-        answers: dict[int, list[int]] = {}
         lengths = [len(p) + max_new_tokens for p in prompts]
         with tqdm(total=len(prompts), desc="generate", unit="answer", delay=2) as bar:
             for batch in batches(lengths, self.max_num_seqs):
@@ -114,9 +131,8 @@ class ReferenceEngine:
                 output = self.model.generate(ids, attention_mask=mask, generation_config=config)
                 for i, answer in zip(batch, output[:, ids.shape[1] :].tolist(), strict=True):
                     end = next((n + 1 for n, token in enumerate(answer) if token in stop_ids), len(answer))
-                    answers[i] = answer[:end]
+                    yield i, answer[:end]
                 bar.update(len(batch))
-        return [answers[i] for i in range(len(prompts))]
 
     def _speculate(
         self, prompts: list[list[int]], temperature: float, max_new_tokens: int, stop_ids: list[int]
@@ -136,6 +152,10 @@ class ReferenceEngine:
             rounds += more_rounds
             accepted = [a + b for a, b in zip(accepted, more, strict=True)]
         return answers, rounds, accepted
+
+
+def _how(temperature: float, top_p: float) -> dict[str, Any]:
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
 
 
 def batches(lengths: list[int], max_rows: int) -> list[list[int]]:

@@ -13,6 +13,8 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +24,7 @@ from tqdm import tqdm
 
 from eagle3.config import EngineConfig
 from eagle3.shards import TokenRow
+from eagle3.target.answers import Answer, Follow, Request, Sampling
 from eagle3.target.capture import IN_FLIGHT_BYTES, Add
 from eagle3.target.client import Completion, ServedModel, ServerClient, run_bounded
 from eagle3.target.properties import DTYPE_BYTES, end_of_turn_ids
@@ -92,47 +95,62 @@ class ServerEngine:
         self, prompts: list[list[int]], *, temperature: float, top_p: float, max_new_tokens: int, seed: int, ignore_eos: bool
     ) -> dict[str, Any]:
         """Answer every prompt; a Generation as a dict. Its draft counts are the server's, other clients' requests included."""
-        if temperature > 0:
-            logger.warning("seed %d is not used: a server samples with its own, so these answers differ from run to run", seed)
-        sampling = {
-            **NEUTRAL,
-            "temperature": temperature,
-            "top_p": top_p,
-            "ignore_eos": ignore_eos,
-            "stop_token_ids": [] if ignore_eos else end_of_turn_ids(self.target_dir),
+        sampling = Sampling(temperature, top_p, max_new_tokens, ignore_eos)
+        answers: dict[int, Answer] = {}
+        requests = {i: Request(prompt, sampling) for i, prompt in enumerate(prompts)}
+        seconds, counts = self._answer(requests, lambda i, a: answers.update({i: a}), seed)
+        return {
+            "answers": [asdict(answers[i]) for i in range(len(prompts))],
+            "seconds": seconds,
+            "generated_tokens": sum(len(a.token_ids) for a in answers.values()),
+            "num_drafts": counts["drafts"],
+            "num_accepted_tokens": counts["accepted_tokens"],
+            "accepted_per_position": [counts[k] for k in sorted(k for k in counts if isinstance(k, int))],
         }
-        return asyncio.run(self._generate(prompts, max_new_tokens, sampling))
 
-    async def _generate(self, prompts: list[list[int]], max_new_tokens: int, sampling: dict[str, Any]) -> dict[str, Any]:
-        answers: dict[int, dict[str, Any]] = {}
+    def play(self, requests: dict[int, Request], follow: Follow, seed: int) -> None:
+        """Answer every conversation's request, and what follows on the answer, until nothing does."""
+        self._answer(requests, follow, seed)
+
+    def _answer(self, requests: dict[int, Request], follow: Follow, seed: int) -> tuple[float, Counter[str | int]]:
+        """Seconds that it took, and the server's draft counts meanwhile."""
+        if any(request.sampling.temperature > 0 for request in requests.values()):
+            logger.warning("seed %d is not used: a server samples with its own, so these answers differ from run to run", seed)
+        return asyncio.run(self._answer_all(requests, follow))
+
+    async def _answer_all(self, requests: dict[int, Request], follow: Follow) -> tuple[float, Counter[str | int]]:
         counts: Counter[str | int] = Counter()
+        numbers = count()
         async with _Session(self.url, self.max_in_flight) as session:
             counts.subtract(draft_counts(await session.client.metrics()))
             start = time.perf_counter()
-            with tqdm(total=len(prompts) * max_new_tokens, desc="generate", unit="tok", delay=2, mininterval=1) as bar:
+            with tqdm(total=len(requests), desc="generate", unit="conversation", delay=2, mininterval=1) as bar:
 
-                async def answer(i: int) -> None:
-                    # An engine of ours ends answers at engine.max_model_len, a server refuses what may grow beyond its own.
-                    wanted = min(max_new_tokens, self.config["max_model_len"] - len(prompts[i]))
-                    completion = await session.complete(self.served.id, prompts[i], wanted, i, sampling)
-                    await self._discard_states(completion)
-                    answers[i] = {"token_ids": completion.token_ids, "finish_reason": completion.finish_reason}
-                    bar.total = bar.n + len(completion.token_ids) + (len(prompts) - len(answers)) * max_new_tokens
-                    bar.set_postfix_str(f"{len(answers)}/{len(prompts)} answers", refresh=False)
-                    bar.update(len(completion.token_ids))
+                async def converse(i: int) -> None:
+                    request: Request | None = requests[i]
+                    while request:
+                        # An engine of ours ends answers at engine.max_model_len, a server refuses what may grow beyond its own.
+                        wanted = min(request.sampling.max_new_tokens, self.config["max_model_len"] - len(request.prompt))
+                        sampling = self._fields(request.sampling)
+                        completion = await session.complete(self.served.id, request.prompt, wanted, next(numbers), sampling)
+                        await self._discard_states(completion)
+                        request = follow(i, Answer(completion.token_ids, completion.finish_reason))
+                    bar.update()
 
-                await run_bounded(range(len(prompts)), answer, self.max_in_flight)
+                await run_bounded(requests, converse, self.max_in_flight)
             seconds = time.perf_counter() - start
             counts.update(draft_counts(await session.client.metrics()))
             if session.directories:  # a server that captures counts drafts that nobody made
                 counts.clear()
+        return seconds, counts
+
+    def _fields(self, sampling: Sampling) -> dict[str, Any]:
         return {
-            "answers": [answers[i] for i in range(len(prompts))],
-            "seconds": seconds,
-            "generated_tokens": sum(len(a["token_ids"]) for a in answers.values()),
-            "num_drafts": counts["drafts"],
-            "num_accepted_tokens": counts["accepted_tokens"],
-            "accepted_per_position": [counts[k] for k in sorted(k for k in counts if isinstance(k, int))],
+            **NEUTRAL,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "ignore_eos": sampling.ignore_eos,
+            "stop_token_ids": [] if sampling.ignore_eos else end_of_turn_ids(self.target_dir),
         }
 
     async def _discard_states(self, completion: Completion) -> None:

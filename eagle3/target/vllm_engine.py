@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections import Counter
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from eagle3.shards import TokenRow
+from eagle3.target.answers import Answer, Follow, Request, Sampling
 from eagle3.target.capture import Add, capture_with_vllm
 from eagle3.target.handover import Receiver
 from eagle3.target.properties import DTYPE_BYTES, end_of_turn_ids
@@ -38,6 +40,7 @@ class VllmEngine:
         self.model = json.loads((Path(self.target_dir) / "config.json").read_text())
         self.is_cpu = current_platform.is_cpu()
         self.is_warm = False
+        self.end_ids = end_of_turn_ids(self.target_dir)
         self.arguments: dict[str, Any] = {
             "dtype": self.dtype,
             "max_model_len": self.config["max_model_len"],
@@ -150,51 +153,66 @@ class VllmEngine:
         self, prompts: list[list[int]], *, temperature: float, top_p: float, max_new_tokens: int, seed: int, ignore_eos: bool
     ) -> dict[str, Any]:
         """Answer every prompt; a Generation as a dict."""
-        params = SamplingParams(
-            temperature=temperature,
-            top_p=top_p,
-            max_tokens=max_new_tokens,
-            ignore_eos=ignore_eos,
-            stop_token_ids=[] if ignore_eos else end_of_turn_ids(self.target_dir),
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
         if not self.is_warm:
-            short = params.clone()
-            short.max_tokens = min(WARM_UP_TOKENS, max_new_tokens)
-            self._run(prompts[:WARM_UP_PROMPTS], short, show=False)
+            short = Sampling(temperature, top_p, min(WARM_UP_TOKENS, max_new_tokens), ignore_eos)
+            self._run({i: Request(p, short) for i, p in enumerate(prompts[:WARM_UP_PROMPTS])}, lambda i, answer: None, show=False)
             self.is_warm = True
+        sampling = Sampling(temperature, top_p, max_new_tokens, ignore_eos)
+        answers: dict[int, Answer] = {}
         self.llm.reset_prefix_cache()
         torch.manual_seed(seed)
         before = self._counters()
         start = time.perf_counter()
-        answers = self._run(prompts, params, show=True)
+        self._run({i: Request(p, sampling) for i, p in enumerate(prompts)}, lambda i, a: answers.update({i: a}), show=True)
         seconds = time.perf_counter() - start
         counts = self._counters()
         counts.subtract(before)
         per_position = [counts[k] for k in sorted(k for k in counts if isinstance(k, int))]
         return {
-            "answers": answers,
+            "answers": [asdict(answers[i]) for i in range(len(prompts))],
             "seconds": seconds,
-            "generated_tokens": sum(len(a["token_ids"]) for a in answers),
+            "generated_tokens": sum(len(a.token_ids) for a in answers.values()),
             "num_drafts": counts["vllm:spec_decode_num_drafts"],
             "num_accepted_tokens": counts["vllm:spec_decode_num_accepted_tokens"],
             "accepted_per_position": per_position,
         }
 
-    def _run(self, prompts: list[list[int]], params: SamplingParams, show: bool) -> list[dict[str, Any]]:
-        for i, prompt in enumerate(prompts):
-            self.engine.add_request(str(i), tokens_input(prompt), params)
-        answers: dict[int, dict[str, Any]] = {}
-        progress = _Progress(len(prompts), params.max_tokens, show, self._counters()[GENERATED])
+    def play(self, requests: dict[int, Request], follow: Follow, seed: int) -> None:
+        """Answer every conversation's request, and what follows on the answer, until nothing does; all are in flight at once."""
+        torch.manual_seed(seed)
+        self._run(requests, follow, show=True)
+
+    def _run(self, requests: dict[int, Request], follow: Follow, show: bool) -> None:
+        progress = _Progress(requests, show, self._counters()[GENERATED])
+        running = dict(requests)
+        for i, request in requests.items():
+            self._add(i, request)
         with progress.bar:
             while self.engine.has_unfinished_requests():
                 for output in self.engine.step():
-                    answer = output.outputs[0]
-                    answers[int(output.request_id)] = {"token_ids": list(answer.token_ids), "finish_reason": answer.finish_reason}
+                    i = int(output.request_id)
+                    answer = Answer(list(output.outputs[0].token_ids), output.outputs[0].finish_reason)
+                    asked, following = running.pop(i), follow(i, answer)
+                    if following:
+                        running[i] = following
+                        self._add(i, following)
+                    progress.take(answer, asked, following)
                 if progress.is_due():
-                    progress.update(answers, self._counters()[GENERATED])
-        return [answers[i] for i in range(len(prompts))]
+                    progress.update(self._counters()[GENERATED])
+
+    def _add(self, i: int, request: Request) -> None:
+        self.engine.add_request(str(i), tokens_input(request.prompt), self._params(request.sampling))
+
+    def _params(self, sampling: Sampling) -> SamplingParams:
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_new_tokens,
+            ignore_eos=sampling.ignore_eos,
+            stop_token_ids=[] if sampling.ignore_eos else self.end_ids,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
     def _counters(self) -> Counter[str | int]:
         """Engine counters by name; accepted draft tokens by position under the position itself."""
@@ -208,23 +226,33 @@ class VllmEngine:
 
 
 class _Progress:
-    """Bar over generated tokens. Nobody knows their number: unfinished answers count in full, so it may end early."""
+    """Bar over generated tokens. Nobody knows their number: answers under way count in full, so it may end early."""
 
-    def __init__(self, num_prompts: int, max_new_tokens: int, show: bool, offset: int) -> None:
-        self.num_prompts, self.max_new_tokens, self.offset = num_prompts, max_new_tokens, offset
-        self.bar = tqdm(total=num_prompts * max_new_tokens, desc="generate", unit="tok", delay=2, disable=not show, mininterval=1)
+    def __init__(self, requests: dict[int, Request], show: bool, offset: int) -> None:
+        self.offset, self.num_conversations, self.num_over = offset, len(requests), 0
+        self.finished_tokens = 0
+        self.running_tokens = sum(request.sampling.max_new_tokens for request in requests.values())
+        self.bar = tqdm(total=self.running_tokens, desc="generate", unit="tok", delay=2, disable=not show, mininterval=1)
         self.next_update_s = 0.0
 
     def is_due(self) -> bool:
         """Once a second: reading the engine's metrics costs a millisecond."""
         return not self.bar.disable and time.monotonic() >= self.next_update_s
 
-    def update(self, answers: dict[int, dict[str, Any]], generated: int) -> None:
+    def take(self, answer: Answer, request: Request, following: Request | None) -> None:
+        """Count an answer, and what is asked behind it."""
+        self.finished_tokens += len(answer.token_ids)
+        self.running_tokens -= request.sampling.max_new_tokens
+        if following:
+            self.running_tokens += following.sampling.max_new_tokens
+        else:
+            self.num_over += 1
+
+    def update(self, generated: int) -> None:
         """Show the engine's count of generated tokens, unfinished answers included."""
         self.next_update_s = time.monotonic() + 1
-        finished = sum(len(a["token_ids"]) for a in answers.values())
-        self.bar.total = finished + (self.num_prompts - len(answers)) * self.max_new_tokens
-        self.bar.set_postfix_str(f"{len(answers)}/{self.num_prompts} answers", refresh=False)
+        self.bar.total = self.finished_tokens + self.running_tokens
+        self.bar.set_postfix_str(f"{self.num_over}/{self.num_conversations} conversations", refresh=False)
         self.bar.update(generated - self.offset - self.bar.n)
 
 

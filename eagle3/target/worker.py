@@ -2,8 +2,8 @@
 
 Importing vLLM costs 12 s, building an engine 7 s, and only a process that ends gives all memory back. So this process imports
 once and forks a child for each engine; the child takes over both pipes until it is told to stop. Requests: {"op": "start",
-"settings"}, then any number of "generate", "capture" and "reset", then "stop". Replies: {"result"}, {"error"} or, with an exit
-status, {"died"}.
+"settings"}, then any number of "generate", "play", "capture" and "reset", then "stop". Replies: {"result"}, {"error"} or, with an
+exit status, {"died"}.
 """
 
 import gc
@@ -13,6 +13,7 @@ import select
 import sys
 import threading
 import traceback
+from dataclasses import asdict
 from typing import Any, TextIO
 
 from eagle3.target.process import forks_engines
@@ -111,6 +112,27 @@ def _answer(engine: Any, request: dict[str, Any]) -> Any:
         return engine.generate(request["prompts"], **request["sampling"])
     if request["op"] == "reset":
         return engine.reset()
+    return _play(engine, request) if request["op"] == "play" else _capture(engine, request)
+
+
+def _play(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
+    from eagle3.config import RegenerateConfig
+    from eagle3.data.answer_log import AnswerLog
+    from eagle3.data.regenerate import Player
+    from eagle3.shards import read_token_shard, write_token_shard
+
+    cfg = RegenerateConfig(**request["regenerate"])
+    with AnswerLog(request["log_place"]) as log:
+        rows = read_token_shard(request["token_shard_path"])
+        player = Player(rows, engine.target_dir, cfg, request["max_model_len"], log)
+        requests = player.start()
+        if requests:
+            engine.play(requests, player.follow, cfg.seed)
+    answered, counts = player.result()
+    return {**asdict(write_token_shard(request["out"], answered)), "counts": counts}
+
+
+def _capture(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     from eagle3.config import ExtractConfig
     from eagle3.shards import read_token_shard
     from eagle3.target.capture import CAPTURE_VERSION, ShardSink

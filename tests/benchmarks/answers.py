@@ -17,9 +17,8 @@ import yaml
 
 from eagle3.config import DataConfig, EngineConfig, RegenerateConfig, SourceConfig, TargetConfig
 from eagle3.data.prepare import prepare_shards
-from eagle3.data.regenerate import attach_answers
-from eagle3.shards import digest_of, read_token_shard, write_token_shard
-from eagle3.target.engine import close_engines, generate
+from eagle3.shards import digest_of
+from eagle3.target.engine import close_engines, play
 from eagle3.target.resolve import fetch_target, identify_target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,11 +71,8 @@ def _answer(recipe: dict[str, Any], target_dir: Path, out: Path) -> None:
     heldout = SourceConfig(path=recipe["heldout"], name="heldout")
     data = DataConfig(**recipe["data"], sources=[SourceConfig(path=recipe["prompts"], name="train")])
     prepared = prepare_shards(heldout, target_dir, data, True, out)
-    sampling = cfg.model_dump(include={"temperature", "top_p", "max_new_tokens", "seed"})
     for file in prepared.shards:
-        rows = read_token_shard(file.path)
-        answers = generate(target_dir, [row.token_ids for row in rows], engine, **sampling).answers
-        write_token_shard(file.path, attach_answers(rows, answers))
+        play(target_dir, file.path, file.path, str(out / f"log-{file.path.stem}"), engine, cfg)
     close_engines()
 
 

@@ -16,8 +16,8 @@ from eagle3.data.encode import EncoderPool, Outcome, RowEncoder, Task, opening_k
 from eagle3.data.files import Record
 from eagle3.data.prepare import prepare_shards
 
-WHOLE = Task("s", "", None, prompt_only=False)
-PROMPT = Task("s", "", None, prompt_only=True)
+WHOLE = Task("s", "", None, keep="answers")
+PROMPT = Task("s", "", None, keep="script")
 
 
 def outcome_of(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], task: Task = WHOLE, **settings: Any) -> Outcome:
@@ -101,5 +101,5 @@ def test_a_row_that_cannot_be_used_is_dropped_with_its_reason(
 
 
 def test_a_preset_that_does_not_fit_the_row_is_counted(tokenizer: PreTrainedTokenizerBase) -> None:
-    outcome = outcome_of(tokenizer, {"prompt": "x"}, Task("s", "sharegpt", None, prompt_only=True))
+    outcome = outcome_of(tokenizer, {"prompt": "x"}, Task("s", "sharegpt", None, keep="script"))
     assert (outcome.reason, outcome.message) == ("failed", "KeyError: 'conversations'")

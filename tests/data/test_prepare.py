@@ -12,6 +12,7 @@ from eagle3.config import DataConfig, SourceConfig
 from eagle3.data.chat import conversation_rows, encode_rows, render_prompt
 from eagle3.data.conversations import Conversation, Message, to_conversation
 from eagle3.data.prepare import PreparedFiles, prepare_shards
+from eagle3.data.script import Script
 from eagle3.shards import TokenRow, read_token_shard, summarise_rows
 from tests.data.tiny import train_tokenizer
 
@@ -70,11 +71,33 @@ def all_rows(prepared: PreparedFiles) -> list[TokenRow]:
     return [row for file in prepared.shards for row in read_token_shard(file.path)]
 
 
-def test_regeneration_keeps_prompts_only(place: Workplace, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_regeneration_keeps_first_prompts_and_the_users_further_turns(
+    place: Workplace, tokenizer: PreTrainedTokenizerBase
+) -> None:
     rows = all_rows(place.prepare([{"prompt": "a", "response": "b"}, CHAT]))
-    asked = [messages_of({"prompt": "a"}), messages_of(CHAT)[:3]]
+    asked = [messages_of({"prompt": "a"}), messages_of(CHAT)[:1]]
     assert [r.token_ids for r in rows] == [render_prompt(tokenizer, m) for m in asked]
     assert not any(any(r.loss_mask) for r in rows)
+    assert rows[0].script == ""
+    assert Script.from_json(rows[1].script).turns == [[messages_of(CHAT)[2]]]
+
+
+def test_heldout_prompts_are_last_turns_behind_their_own_history(place: Workplace, tokenizer: PreTrainedTokenizerBase) -> None:
+    prepared = place.prepare([{"prompt": "a"}], heldout=[CHAT])
+    (row,) = read_token_shard(prepared.heldout.path)
+    assert (row.token_ids, row.script) == (render_prompt(tokenizer, messages_of(CHAT)[:3]), "")
+
+
+def test_rows_that_offer_tools_fill_shards_of_their_own(place: Workplace) -> None:
+    tool = {"name": "weather", "parameters": {"type": "object"}}
+    rows = [{"prompt": f"{word}?", "tools": [tool] if i % 2 else None} for i, word in enumerate("abcdefgh")]
+    prepared = place.prepare(rows, rows_per_shard=3, min_shards=4)
+    assert [file.summary.rows for file in prepared.shards] == [file.summary.rows for file in prepared.tool_tasks] == [3, 1]
+    assert {row.script for row in all_rows(prepared)} == {""}
+    scripts = [Script.from_json(row.script) for file in prepared.tool_tasks for row in read_token_shard(file.path)]
+    assert [script.messages[0]["content"] for script in scripts] == ["b?", "d?", "f?", "h?"]
+    whole = place.prepare([{**row, "response": "x"} for row in rows], regenerate=False, rows_per_shard=3)
+    assert (len(whole.shards), whole.tool_tasks) == (3, [])
 
 
 def test_without_regeneration_rows_are_whole_conversations(place: Workplace, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from eagle3.config import EngineConfig
 from eagle3.shards import TokenRow
 from eagle3.target import client, server_engine, state_files
+from eagle3.target.answers import Answer, Request, Sampling
 from eagle3.target.server_engine import ServerEngine, draft_counts
 from eagle3.target.state_files import serve_line, written
 from tests.target.stand_in import DEPTH, END, WIDTH, StandIn, lost, own_states, own_words, status, with_changes
@@ -125,6 +126,19 @@ def test_every_setting_that_shapes_an_answer_is_sent_and_no_seed_is(
 def test_an_answer_ends_where_an_engine_of_ours_would_end_it(server: StandIn, target: Path) -> None:
     made = engine(server, target).generate([[3] * 62], **GREEDY)
     assert len(made["answers"][0]["token_ids"]) == 2
+
+
+def test_conversations_go_on_side_by_side_until_nothing_follows(server: StandIn, target: Path) -> None:
+    server.together = threading.Barrier(3)
+    found: dict[int, list[list[int]]] = {i: [] for i in range(3)}
+
+    def follow(i: int, answer: Answer) -> Request | None:
+        found[i].append(answer.token_ids)
+        return Request([3, i, len(found[i])], Sampling(0.0, 1.0, 4)) if len(found[i]) < 3 else None
+
+    engine(server, target).play({i: Request([3, i], Sampling(0.0, 1.0, 5)) for i in range(3)}, follow, 0)
+    assert found == {i: [own_words([3, i], 5), own_words([3, i, 1], 4), own_words([3, i, 2], 4)] for i in range(3)}
+    assert len({request["request_id"] for request in server.requests}) == 9
 
 
 def test_an_answer_that_the_server_cuts_short_is_refused(server: StandIn, target: Path) -> None:

@@ -16,11 +16,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from eagle3.config import EngineConfig, ExtractConfig
+from eagle3.config import EngineConfig, ExtractConfig, RegenerateConfig
 from eagle3.hidden_states import read_hidden_states
-from eagle3.shards import TokenRow, write_token_shard
+from eagle3.shards import TokenRow, read_token_shard, write_token_shard
 from eagle3.target import engine as target_engine
-from eagle3.target.engine import Generation, capture, close_engines, generate
+from eagle3.target.engine import Generation, capture, close_engines, generate, play
 from tests.draft.factories import tiny_target
 from tests.target.test_capture import random_rows, states_of
 
@@ -135,6 +135,37 @@ def test_a_capture_that_was_killed_goes_on_behind_its_last_chunk(tmp_path: Path,
         torch.testing.assert_close(row.aux, expected.aux, rtol=1e-4, atol=1e-4)
     assert {f: f.stat().st_mtime_ns for f in kept} == kept
     assert capture_to(tmp_path / "parts") == again
+
+
+def test_a_play_that_was_killed_asks_only_for_what_is_missing(tmp_path: Path, target: tuple[Path, PreTrainedModel]) -> None:
+    path, _ = target
+    rows = [TokenRow(f"o:{i}", "test", [(i + t) % 13 for t in range(1 + i % 20)], [False] * (1 + i % 20)) for i in range(200)]
+    write_token_shard(tmp_path / "shard", rows)
+    regenerate = RegenerateConfig(temperature=0.0, max_new_tokens=12)
+
+    def play_to(out: str) -> dict[str, Any]:
+        return play(path, tmp_path / "shard", tmp_path / out, str(tmp_path / f"log-{out}"), ENGINE, regenerate)
+
+    def logged() -> list[str]:
+        return [line for f in sorted((tmp_path / "log-parts").glob("*.jsonl")) for line in f.read_text().splitlines()]
+
+    def kill_after_some_answers() -> None:
+        while len(logged()) < 20:
+            time.sleep(0.001)
+        os.kill(engine_pid(), signal.SIGKILL)
+
+    whole = play_to("whole")
+    assert whole["counts"]["requested"] == 200
+    threading.Thread(target=kill_after_some_answers, daemon=True).start()
+    with pytest.raises(RuntimeError, match=r"killed \(signal 9\)"):
+        play_to("parts")
+    kept = logged()
+    assert 20 <= len(kept) < 200
+    assert not (tmp_path / "parts").exists()
+    assert play_to("parts") == whole
+    assert logged()[: len(kept)] == kept
+    assert len(logged()) == 200
+    assert read_token_shard(tmp_path / "parts") == read_token_shard(tmp_path / "whole")
 
 
 def test_bad_calls_are_refused_before_an_engine_starts(

@@ -15,11 +15,12 @@ UNCACHED = {
     "gather_token_shards",
     "gather_hidden_states",
     "regenerate_responses",
+    "collect_agent_traces",
     "extract_hidden_states",
     "summarize_run",
     "report_data",
 }
-ON_GPU = {"regenerate_shard", "extract_shard", "train_draft", "evaluate_draft"}
+ON_GPU = {"regenerate_shard", "collect_shard", "extract_shard", "train_draft", "evaluate_draft"}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from workflows.summary import data_text, run_dir, write_text
 
 @task(
     container_image=images.CPU,
-    cache=Cache(version="2", ignored_inputs=("prompts", "heldout", "target")),
+    cache=Cache(version="3", ignored_inputs=("prompts", "heldout", "target")),
     enable_deck=True,
     deck_fields=(),
     **DATA,
@@ -34,7 +34,7 @@ def prepare_data(
     data: DataConfig,
     regenerate: bool,
 ) -> PreparedData:
-    """Tokenize all rows; with `regenerate` they are prompts that wait for an answer, else their last answer is trained on.
+    """Tokenize all rows; with `regenerate` they are prompts that wait for the target, else their own answers are trained on.
 
     `source_versions` are those of data.sources and data.excluded, in order: what is read, and part of the cache key.
     """
@@ -56,11 +56,11 @@ def prepare_data(
         counts = file.summary
         return TokenShard(index, FlyteFile(str(file.path)), counts.rows, counts.tokens, counts.supervised_tokens, counts.digest)
 
-    shards = [shard(i, file) for i, file in enumerate(files.shards)]
+    shards, tool_tasks = ([shard(i, file) for i, file in enumerate(made)] for made in (files.shards, files.tool_tasks))
     report = out / "report.json"
     report.write_text(json.dumps(files.report, indent=1))
     Deck("Data", render_report(files.report))
-    return PreparedData(shards, shard(0, files.heldout), FlyteFile(str(report)))
+    return PreparedData(shards, tool_tasks, shard(0, files.heldout), FlyteFile(str(report)))
 
 
 @task(container_image=images.CPU, enable_deck=True, deck_fields=(), **LIGHT)
@@ -74,6 +74,7 @@ def report_data(run_name: str, data: PreparedData) -> PreparedData:
     write_text(out / "data.html", html)
     write_text(out / "data.json", json.dumps(report, indent=1))
     Deck("Data", html)
-    shards_dir = store.location(data.shards[0].file).rpartition("/")[0]
-    print(data_text(report, len(data.shards), shards_dir, str(out / "data.html")), flush=True)
+    shards = [*data.shards, *data.tool_tasks]
+    shards_dir = store.location(shards[0].file).rpartition("/")[0]
+    print(data_text(report, len(shards), shards_dir, str(out / "data.html")), flush=True)
     return data

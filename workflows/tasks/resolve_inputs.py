@@ -4,7 +4,16 @@ from flytekit import task
 from flytekit.types.file import FlyteFile
 
 import images
-from eagle3.config import DataConfig, EngineConfig, EvaluateConfig, RegenerateConfig, TargetConfig, TrainConfig, check_lengths
+from eagle3.config import (
+    DataConfig,
+    EngineConfig,
+    EvaluateConfig,
+    RegenerateConfig,
+    TargetConfig,
+    TrainConfig,
+    check_lengths,
+    check_sampled_sources,
+)
 from workflows import journal, store
 from workflows.interfaces import ResolvedInputs, TargetRef
 from workflows.resources import LIGHT
@@ -22,7 +31,7 @@ def resolve_inputs(
     train: TrainConfig,
 ) -> ResolvedInputs:
     """Never cached: a branch may have moved, a file may have grown, since the last run."""
-    from eagle3.data.sources import resolve_source
+    from eagle3.data.sources import resolve_source, source_name
     from eagle3.draft.initial import resolve_initial
     from eagle3.export import check_public_name
     from eagle3.target.resolve import identify_target
@@ -31,6 +40,7 @@ def resolve_inputs(
     if not (prompts or data.sources):
         raise ValueError("there is nothing to train on: give prompts, data.sources or both")
     check_lengths(data, engine, regenerate, evaluate)
+    check_sampled_sources(regenerate, ["train", *map(source_name, data.sources)])
     public_name = target.public_name or target.name
     check_public_name(public_name)
     store.share_credentials()

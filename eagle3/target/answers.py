@@ -1,0 +1,34 @@
+"""What is asked of an engine and what it says: token ids in, token ids out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one answer is made. temperature: 0 is greedy. max_new_tokens: longest answer. ignore_eos: always as long as that."""
+
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, T token ids, and how it is to be answered."""
+
+    prompt: list[int]
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer. token_ids include the end token when finish_reason is "stop"; otherwise it is "length"."""
+
+    token_ids: list[int]
+    finish_reason: str
+
+
+# Takes an answer of the conversation with this number; returns what is to be asked next in it, None when it is over.
+Follow = Callable[[int, Answer], Request | None]

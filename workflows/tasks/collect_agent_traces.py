@@ -1,0 +1,48 @@
+"""regenerate, for tool tasks: the target calls the tools, recorded results answer it, one engine task a shard."""
+
+from typing import cast
+
+from flytekit import Cache, dynamic, task
+
+import images
+from eagle3.config import EngineConfig, FanOutConfig, RegenerateConfig
+from workflows.answering import answer_shard, answering_key, in_lanes
+from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
+from workflows.resources import ENGINE, LIGHT
+from workflows.stage import stage
+from workflows.tasks.gather_token_shards import gather_token_shards
+
+NAME = "collect_agent_traces"
+CACHE = Cache(version="1", ignored_inputs=("shard", "target", "server_url", "tensor_parallel_size"))
+
+
+@task(container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, **ENGINE)
+@stage
+def collect_shard(
+    shard: TokenShard,
+    shard_digest: str,
+    target: Target,
+    target_digest: str,
+    engine: EngineConfig,
+    regenerate: RegenerateConfig,
+    server_url: str,
+    tensor_parallel_size: int,
+) -> TokenShard:
+    """Play the tool tasks of one shard."""
+    key = answering_key(CACHE, shard_digest, target_digest, engine, regenerate)
+    return answer_shard(NAME, key, shard, target, engine, regenerate, server_url, tensor_parallel_size)
+
+
+@dynamic(container_image=images.CPU, **LIGHT)
+def collect_agent_traces(
+    data: PreparedData,
+    chats: TokenShards,
+    target: Target,
+    engine: EngineConfig,
+    regenerate: RegenerateConfig,
+    fanout: FanOutConfig,
+) -> TokenShards:
+    """Let the target play every tool task, `fanout.replicas` shards at a time; returns the shards of chats and, behind, these."""
+    inputs = {"target": target, "target_digest": target.digest, "engine": engine, "regenerate": regenerate}
+    traces = in_lanes(data.tool_tasks, collect_shard, fanout, **inputs)
+    return cast(TokenShards, gather_token_shards(stage=NAME, before=chats.shards, shards=traces))

@@ -1,0 +1,25 @@
+"""The answered shards of a fan-out as one value."""
+
+from collections import Counter
+from dataclasses import replace
+
+from flytekit import task
+
+import images
+from workflows import store
+from workflows.interfaces import TokenShard, TokenShards
+from workflows.resources import LIGHT
+
+
+@task(container_image=images.CPU, **LIGHT)
+def gather_token_shards(stage: str, before: list[TokenShard], shards: list[TokenShard]) -> TokenShards:
+    """Put the shards in order behind those of earlier stages, and tell what became of the stage's prompts."""
+    from eagle3.data.regenerate import accounts_text
+
+    accounts = sum((Counter(shard.accounts) for shard in shards), Counter[str]())
+    if accounts:
+        print(f"{stage}: {accounts_text(accounts)}", flush=True)
+    # Two shards that hold the same rows come from the cache under one index.
+    ordered = [replace(shard, index=i) for i, shard in enumerate([*before, *shards])]
+    total = sum((Counter(shard.accounts) for shard in before), accounts)
+    return TokenShards(ordered, store.digest_of_digests(shard.digest for shard in ordered), dict(total))
