@@ -25,6 +25,9 @@ class TargetConfig(StageConfig):
     public_name: str = Field(
         default="", description="name written into the exported draft; needed when `name` is a path, else the hub id is used"
     )
+    chat_template: str = Field(
+        default="", description="path or URL of a Jinja file that replaces the target's chat template; empty: the target's own"
+    )
 
 
 class EngineConfig(StageConfig):
