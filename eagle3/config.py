@@ -25,6 +25,9 @@ class TargetConfig(StageConfig):
     public_name: str = Field(
         default="", description="name written into the exported draft; needed when `name` is a path, else the hub id is used"
     )
+    chat_template: str = Field(
+        default="", description="path or URL of a Jinja file that replaces the target's chat template; empty: the target's own"
+    )
 
 
 class EngineConfig(StageConfig):
@@ -42,7 +45,9 @@ class EngineConfig(StageConfig):
     enforce_eager: bool = Field(default=False, description="skip graph capture and compilation; starts faster, runs slower")
 
 
-PresetName = Literal["", "sharegpt", "ultrachat", "magpie", "open_perfectblend", "toolace"]
+PresetName = Literal["", "sharegpt", "ultrachat", "magpie", "open_perfectblend", "toolace", "bfcl"]
+# Their files are no data set that the hub loads.
+PRESETS_WITHOUT_PLACE = ("bfcl",)
 
 
 class SourceConfig(StageConfig):
@@ -68,6 +73,10 @@ class SourceConfig(StageConfig):
     def _check_place(self) -> "SourceConfig":
         if not (self.path or self.preset):
             raise ValueError("a source needs a path or a preset, got neither; name a file, a directory, a URL or a hub data set")
+        if not self.path and self.preset in PRESETS_WITHOUT_PLACE:
+            raise ValueError(
+                f"the preset {self.preset} has no place on the hub; give path, a file or directory with its JSONL files"
+            )
         return self
 
 

@@ -16,7 +16,10 @@ from eagle3.data.files import Row
 
 @dataclass(frozen=True)
 class Preset:
-    """path: the data set, as in SourceConfig.path. map_row: its row to {conversations} or {messages, tools}."""
+    """path: the data set, as in SourceConfig.path, or "" where a source must say it itself.
+
+    map_row: its row to {conversations} or {messages, tools}.
+    """
 
     path: str
     map_row: Callable[[Row], Row]
@@ -87,10 +90,46 @@ def _read_arguments(call: ast.expr) -> dict[str, Any]:
     return {argument.arg or "": ast.literal_eval(argument.value) for argument in call.keywords}
 
 
+# Names of types in Python, Java and JavaScript; any other, such as any, becomes no type at all.
+JSON_TYPE_OF = {
+    **dict.fromkeys(("object", "dict", "hashmap"), "object"),
+    **dict.fromkeys(("array", "list", "tuple", "arraylist"), "array"),
+    **dict.fromkeys(("number", "float", "double"), "number"),
+    **dict.fromkeys(("integer", "int", "long", "short", "byte"), "integer"),
+    **dict.fromkeys(("string", "str", "char"), "string"),
+    **dict.fromkeys(("boolean", "bool"), "boolean"),
+}
+
+
+def _bfcl(row: Row) -> Row:
+    """The user's turns stand in lists, one for each answer that is asked for; no answers, no tool results."""
+    tools = []
+    for function in row["function"]:
+        parameters = _json_schema(function["parameters"])
+        tools.append({"type": "function", "function": {**function, "parameters": parameters}})
+    return {"messages": [message for turn in row["question"] for message in turn], "tools": tools}
+
+
+def _json_schema(schema: Row) -> Row:
+    """A schema with the names of types of JSON Schema, those of its parts included; a property may itself be called type."""
+    mapped = {key: value for key, value in schema.items() if key != "type"}
+    kind = JSON_TYPE_OF.get(str(schema.get("type")).lower())
+    if kind:
+        mapped = {"type": kind, **mapped}
+    for key in ("items", "additionalProperties"):
+        if isinstance(mapped.get(key), dict):
+            mapped[key] = _json_schema(mapped[key])
+    if isinstance(mapped.get("properties"), dict):
+        parts = mapped["properties"].items()
+        mapped["properties"] = {name: _json_schema(part) if isinstance(part, dict) else part for name, part in parts}
+    return mapped
+
+
 PRESETS = {
     "sharegpt": Preset("Aeala/ShareGPT_Vicuna_unfiltered:train", _sharegpt),
     "ultrachat": Preset("HuggingFaceH4/ultrachat_200k:train_sft", _ultrachat),
     "magpie": Preset("Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered:train", _conversations),
     "open_perfectblend": Preset("mlabonne/open-perfectblend:train", _conversations),
     "toolace": Preset("Team-ACE/ToolACE:train", _toolace),
+    "bfcl": Preset("", _bfcl),
 }

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from eagle3.config import TargetConfig
 from eagle3.shards import digest_of
+from eagle3.target.chat_template import put_chat_template, read_chat_template
 from eagle3.target.hub import download_from_hub, hub_commit
 
 logger = logging.getLogger(__name__)
@@ -53,11 +54,16 @@ def identify_target(cfg: TargetConfig) -> tuple[str, str, str]:
     Returns:
         name: hub id, or `public_name`, or the file or directory name, never a path.
         revision: hub commit, or the content digest of local files.
-        digest: changes whenever the model's content does.
+        digest: changes whenever the model's content does, or that of a chat template given beside it.
 
     Raises:
-        ValueError: if the target is not there; names it and the remedy.
+        ValueError: if the target is not there, or its chat template cannot be used; names it and the remedy.
     """
+    name, revision, digest = _identify_model(cfg)
+    return name, revision, digest_of(digest, read_chat_template(cfg.chat_template)) if cfg.chat_template else digest
+
+
+def _identify_model(cfg: TargetConfig) -> tuple[str, str, str]:
     kind = target_kind(cfg.name)
     if kind == "hub":
         commit = hub_commit("target", cfg.name, cfg.revision)
@@ -73,8 +79,10 @@ def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:
     """Put config, tokenizer and safetensors weights into `out_dir`. For a hub id, pin `cfg.revision` to the commit found before.
 
     Raises:
-        ValueError: if the target is not there or has no safetensors weights; names it and the remedy.
+        ValueError: if the target is not there or has no safetensors weights, or its chat template cannot be used; names it and
+            the remedy.
     """
+    template = read_chat_template(cfg.chat_template) if cfg.chat_template else ""
     out, kind = Path(out_dir), target_kind(cfg.name)
     out.mkdir(parents=True, exist_ok=True)
     if kind == "hub":
@@ -86,6 +94,8 @@ def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:
             shutil.copyfile(file, out / file.name)
     if not any(out.glob("*.safetensors")):
         raise ValueError(f"target {cfg.name} has no *.safetensors weights; save it with save_pretrained and give that directory")
+    if template:
+        put_chat_template(out, template)
 
 
 def _model_files(directory: Path) -> list[Path]:

@@ -1,11 +1,12 @@
 """Presets: a row of each data set's shape becomes the conversation that it holds."""
 
+import json
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from eagle3.config import PresetName, SourceConfig
+from eagle3.config import PRESETS_WITHOUT_PLACE, PresetName, SourceConfig
 from eagle3.data.conversations import Conversation, to_conversation
 from eagle3.data.presets import PRESETS
 from eagle3.data.sources import hub_parts, read_source, source_name
@@ -100,8 +101,68 @@ def test_toolace_text_that_is_no_list_of_calls_stays_text(text: str) -> None:
     assert conversation.tools is None
 
 
-def test_every_preset_has_a_place_on_the_hub() -> None:
+BOOKING = {
+    "name": "hotel.book",
+    "description": "Book a room.",
+    "parameters": {
+        "type": "dict",
+        "properties": {
+            "type": {"type": "string", "description": "Kind of room.", "enum": ["single", "double"]},
+            "price": {"type": "float", "default": 80.5},
+            "nights": {"type": "integer"},
+            "guests": {"type": "array", "items": {"type": "dict", "properties": {"age": {"type": "Long"}}}},
+            "dates": {"type": "tuple", "items": {"type": "tuple", "items": {"type": "String"}}},
+            "extra": {"type": "any", "description": "Whatever."},
+            "prices": {"type": "HashMap", "additionalProperties": {"type": "float"}},
+        },
+        "required": ["type"],
+    },
+}
+BOOKING_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "type": {"type": "string", "description": "Kind of room.", "enum": ["single", "double"]},
+        "price": {"type": "number", "default": 80.5},
+        "nights": {"type": "integer"},
+        "guests": {"type": "array", "items": {"type": "object", "properties": {"age": {"type": "integer"}}}},
+        "dates": {"type": "array", "items": {"type": "array", "items": {"type": "string"}}},
+        "extra": {"description": "Whatever."},
+        "prices": {"type": "object", "additionalProperties": {"type": "number"}},
+    },
+    "required": ["type"],
+}
+
+
+def test_bfcl_questions_become_user_turns_and_its_types_those_of_json_schema() -> None:
+    question = [
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "A room?"}],
+        [{"role": "user", "content": "Two?"}],
+    ]
+    given = {"id": "simple_0", "question": question, "function": [BOOKING]}
+    unchanged = json.dumps(given)
+    conversation = to_conversation(PRESETS["bfcl"].map_row(given))
+    assert isinstance(conversation, Conversation)
+    assert [f"{m['role']}: {m['content']}" for m in conversation.messages] == ["system: Be brief.", "user: A room?", "user: Two?"]
+    assert conversation.tools is not None
+    assert [tool["function"]["name"] for tool in conversation.tools] == ["hotel.book"]
+    assert [tool["function"]["parameters"] for tool in conversation.tools] == [BOOKING_SCHEMA]
+    assert json.dumps(given) == unchanged
+
+
+@pytest.mark.parametrize("missing", ["question", "function"])
+def test_bfcl_rows_without_questions_or_functions_are_refused(missing: str) -> None:
+    row = {"id": "0", "question": [[{"role": "user", "content": "A room?"}]], "function": [BOOKING]}
+    del row[missing]
+    with pytest.raises(KeyError, match=missing):
+        PRESETS["bfcl"].map_row(row)
+
+
+def test_every_preset_has_a_place_on_the_hub_or_asks_for_one() -> None:
     assert set(PRESETS) == set(get_args(PresetName)) - {""}
     for name, preset in PRESETS.items():
+        if name in PRESETS_WITHOUT_PLACE:
+            with pytest.raises(ValueError, match=f"preset {name} has no place on the hub; give path"):
+                SourceConfig(preset=name)  # type: ignore[arg-type]
+            continue
         assert hub_parts(preset.path)
         assert source_name(SourceConfig(preset=name)) == preset.path  # type: ignore[arg-type]
