@@ -3,7 +3,16 @@
 import pytest
 from pydantic import ValidationError
 
-from eagle3.config import DataConfig, EngineConfig, EvaluateConfig, RegenerateConfig, TrainConfig, check_lengths
+from eagle3.config import (
+    DataConfig,
+    EngineConfig,
+    EvaluateConfig,
+    RegenerateConfig,
+    SamplingConfig,
+    TrainConfig,
+    check_lengths,
+    check_sampled_sources,
+)
 
 ENGINE = EngineConfig(max_model_len=100)
 
@@ -49,3 +58,16 @@ def test_where_and_how_do_not_decide_the_result() -> None:
     one, other = TrainConfig(), TrainConfig(device="cpu", packs_per_step=1, processes=1, checkpoint_every=7, disk_budget_bytes=9)
     assert one.settings_of_result() == other.settings_of_result()
     assert one.settings_of_result() != TrainConfig(seed=1).settings_of_result()
+
+
+def test_a_source_is_sampled_by_its_own_settings_where_it_has_some() -> None:
+    own = {"tasks": SamplingConfig(temperature=0.0), "long": SamplingConfig(max_new_tokens=90, top_p=0.5)}
+    cfg = RegenerateConfig(temperature=0.7, max_new_tokens=40, sources=own)
+    assert cfg.sampling("tasks") == (0.0, 1.0, 40)
+    assert cfg.sampling("long") == (0.7, 0.5, 90)
+    assert cfg.sampling("others") == (0.7, 1.0, 40)
+    with pytest.raises(ValueError, match="regenerate.max_new_tokens must not exceed engine.max_model_len 100, got 150"):
+        check_lengths(DataConfig(max_prompt_tokens=60, max_tokens=100), ENGINE, cfg, EvaluateConfig(max_new_tokens=8))
+    check_sampled_sources(cfg, ["train", "tasks", "long"])
+    with pytest.raises(ValueError, match=r"name sources of this run \(train, tasks\), got long; correct the names"):
+        check_sampled_sources(cfg, ["train", "tasks"])

@@ -68,7 +68,7 @@ def test_impossible_settings_are_refused_before_the_engine_starts(
 ) -> None:
     from eagle3.target import engine
 
-    monkeypatch.setattr(engine, "generate", lambda *_, **__: pytest.fail("the engine was started"))
+    monkeypatch.setattr(engine, "_run", lambda *_, **__: pytest.fail("the engine was started"))
     prompts = write_prompts(tmp_path / "prompts.jsonl", 0, 4)
     result = pyflyte_run(write_recipe(tmp_path / "recipe.yaml", tiny_target, prompts, **blocks))
     assert result.exit_code != 0

@@ -1,0 +1,158 @@
+"""BFCL's tool tasks played by a real language model on the real engine, through the stage that users run, with a kill within."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flytekit.core.local_cache import LocalTaskCache
+
+from eagle3.config import DataConfig, EngineConfig, FanOutConfig, RegenerateConfig, SourceConfig, TargetConfig
+from eagle3.data.chat import load_chat_tokenizer
+from eagle3.data.regenerate import accounts_text
+from eagle3.data.script import Script
+from eagle3.shards import TokenRow, read_token_shard
+from eagle3.target import engine as target_engine
+from eagle3.target.engine import close_engines
+from eagle3.target.resolve import identify_target
+from workflows.interfaces import PreparedData, Target, TargetRef, TokenShards
+from workflows.tasks.collect_agent_traces import NAME, collect_agent_traces
+from workflows.tasks.fetch_target import fetch_target
+from workflows.tasks.prepare_data import prepare_data
+
+ROOT = Path(__file__).resolve().parents[2]
+GGUF = ROOT / "runs" / "target" / "SmolLM2-135M-Instruct.gguf"
+BFCL = ROOT / "runs" / "bfcl"
+CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple")
+# Two at once, so that a shard's answers do not all come at its end.
+ENGINE = EngineConfig(dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=2, max_num_batched_tokens=1024)
+GREEDY = RegenerateConfig(temperature=0.0, max_new_tokens=32)
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (GGUF.exists() and (BFCL / "fetched").exists()),
+        reason="needs the small target and BFCL's files; make test fetches them",
+    ),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engines() -> Iterator[None]:
+    yield
+    close_engines()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPatch]:
+    path = tmp_path_factory.mktemp("work")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(path / "home"))
+        patch.setenv("EAGLE3_STORE", str(path / "store"))
+        patch.setattr(LocalTaskCache, "_initialized", False)
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def target(place: pytest.MonkeyPatch) -> Target:
+    template = str(ROOT / "workflows" / "recipes" / "tools.jinja")
+    cfg = TargetConfig(name=str(GGUF), public_name="example-org/small", chat_template=template)
+    name, revision, digest = identify_target(cfg)
+    return fetch_target(target=cfg, ref=TargetRef(name, revision, digest), target_digest=digest)
+
+
+@pytest.fixture(scope="module")
+def data(target: Target) -> PreparedData:
+    files = [next(BFCL.glob(f"BFCL_v*_{category}.json")) for category in CATEGORIES]
+    sources = [SourceConfig(path=str(f), preset="bfcl", name=c, max_rows=2) for c, f in zip(CATEGORIES, files, strict=True)]
+    cfg = DataConfig(sources=sources, max_prompt_tokens=900, workers=1)
+    prepared: PreparedData = prepare_data(
+        prompts=None,
+        prompts_digest="",
+        source_versions=["1"] * 4,
+        heldout=str(ROOT / "workflows" / "recipes" / "heldout.jsonl"),
+        heldout_digest="h",
+        target=target,
+        target_digest=target.digest,
+        data=cfg,
+        regenerate=True,
+    )
+    return prepared
+
+
+def collect(data: PreparedData, target: Target) -> TokenShards:
+    nothing = TokenShards([], "")
+    traces: TokenShards = collect_agent_traces(
+        data=data, chats=nothing, target=target, engine=ENGINE, regenerate=GREEDY, fanout=FanOutConfig()
+    )
+    return traces
+
+
+def rows_of(traces: TokenShards) -> list[TokenRow]:
+    return [row for shard in traces.shards for row in read_token_shard(shard.file.path)]
+
+
+def answers_in(store: Path) -> list[str]:
+    """Lines of all logs, oldest file first: what the engine was asked."""
+    logs = sorted(store.glob(f"{NAME}-*/answers-*.jsonl"), key=lambda f: f.stat().st_ctime_ns)
+    return [line for log in logs for line in log.read_text().splitlines()]
+
+
+def kill_the_engine_after(num_answers: int, store: Path) -> None:
+    def wait() -> None:
+        while len(answers_in(store)) < num_answers:
+            time.sleep(0.01)
+        assert target_engine._worker is not None
+        worker = target_engine._worker.process.pid
+        os.kill(int(Path(f"/proc/{worker}/task/{worker}/children").read_text().split()[0]), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def test_bfcl_tasks_are_played_and_a_killed_run_goes_on_to_the_same_traces(
+    data: PreparedData, target: Target, place: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
+) -> None:
+    assert data.shards == []
+    tasks = [row for shard in data.tool_tasks for row in read_token_shard(shard.file.path)]
+    assert [shard.rows for shard in data.tool_tasks] == [2] * len(CATEGORIES)
+    place.setenv("EAGLE3_STORE", str(tmp_path / "killed"))
+    kill_the_engine_after(3, tmp_path / "killed")  # in the second shard
+    with pytest.raises(RuntimeError, match=r"killed \(signal 9\)"):
+        collect(data, target)
+    kept = answers_in(tmp_path / "killed")
+    assert 3 <= len(kept) < 5
+    resumed = collect(data, target)
+    found = answers_in(tmp_path / "killed")
+    assert (len(found), found[: len(kept)]) == (len(tasks), kept)
+
+    place.setenv("EAGLE3_STORE", str(tmp_path / "whole"))
+    place.setenv("FLYTE_LOCAL_CACHE_OVERWRITE", "true")
+    whole = collect(data, target)
+    assert rows_of(resumed) == rows_of(whole)
+    assert resumed.digest == whole.digest
+    assert resumed.accounts == whole.accounts
+
+    accounts = whole.accounts
+    assert accounts["requested"] == accounts["conversations"] == len(tasks)
+    assert accounts["requested"] == accounts.get("answered", 0) + accounts.get("failed", 0) + accounts.get("skipped", 0)
+    print(accounts_text(accounts))
+    check_rows(tasks, rows_of(whole), target)
+
+
+def check_rows(tasks: list[TokenRow], rows: list[TokenRow], target: Target) -> None:
+    """The prompt is the task's, with the request and every tool in it; what is supervised is all that follows."""
+    tokenizer = load_chat_tokenizer(target.directory.path)
+    by_id = {row.sample_id: row for row in tasks}
+    for row in rows:
+        task = by_id[row.sample_id]
+        begin = len(task.token_ids)
+        assert row.token_ids[:begin] == task.token_ids
+        assert row.loss_mask == [False] * begin + [True] * (len(row.token_ids) - begin)
+        script, prompt = Script.from_json(task.script), tokenizer.decode(task.token_ids)
+        assert script.messages[-1]["content"] in prompt
+        assert all(tool["function"]["name"] in prompt for tool in script.tools or [])
