@@ -186,8 +186,8 @@ class _CallReader:
     def _call(self, name: str, arguments: Any, at: int) -> dict[str, Any]:
         try:
             json.dumps([name, arguments], ensure_ascii=False).encode()
-        except UnicodeEncodeError as e:
-            self._refuse("bad_json", "a call must not have half a surrogate pair", at, e)
+        except (UnicodeEncodeError, RecursionError) as e:
+            self._refuse("bad_json", f"a call must be JSON that can be written again ({e})", at, e)
         return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _check(self, name: str, arguments: Any) -> None:
