@@ -123,6 +123,7 @@ def test_thoughts_that_the_prompt_opens_end_where_they_are_closed(name: str) -> 
         assert form.read("Greet.\n</think>\n\nHello!") == assistant("Hello!", "Greet.")
         assert form.read("\n</think>\n\nHello!") == assistant("Hello!")
         assert form.read("Greet. But how") == assistant("", "Greet. But how")
+    assert form_of("qwen3-thinking").read(QWEN_CALL) == assistant(calls=(OSLO,))
 
 
 def test_thoughts_that_the_prompt_opens_unless_they_are_off_are_not_looked_for_then() -> None:
@@ -228,6 +229,8 @@ def hermes(inner: str) -> str:
         ("gpt-oss", ' to=functions.climate<|channel|>commentary json<|message|>{"city": "Oslo"}', "unknown_tool"),
         ("gpt-oss", " to=functions.weather<|channel|>commentary json<|message|>[1]", "no_arguments"),
         ("deepseek-r1", "<｜tool▁calls▁begin｜>weather", "bad_form"),
+        ("qwen3", f"<think>\nI look.\n{QWEN_CALL}", "bad_form"),
+        ("qwen3-thinking", f"I look.\n{QWEN_CALL}", "bad_form"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_refused_by_reason(name: str, text: str, reason: str) -> None:
