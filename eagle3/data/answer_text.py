@@ -59,7 +59,7 @@ class AnswerForm:
             text: what the target wrote behind the generation prompt, special tokens included; its end of turn may be missing.
 
         Returns:
-            the assistant's message; ids of calls only where the text has them. Thoughts that never end are all of it.
+            the assistant's message; ids of calls only where the text has them. An answer whose thoughts never end has no content.
 
         Raises:
             BadCall: if a call was begun that cannot be read or does not fit the tools.
@@ -89,9 +89,11 @@ class AnswerForm:
         if closing:
             return _cut_end(text[: closing.start()], behind), _cut_start(text[closing.end() :], behind)
         calls = self.turn.calls
-        if not before.strip() and calls and not calls.is_bare and text.lstrip().startswith(calls.first_word):
+        if calls is None or calls.is_bare or calls.first_word not in text:
+            return text, ""
+        if not before.strip() and text.lstrip().startswith(calls.first_word):
             return "", text
-        return text, ""
+        raise BadCall("bad_form", f"thoughts must end with {behind.strip()!r} before a call, got none in {text[-60:]!r}")
 
     def _cut_calls(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """(content, calls)."""
@@ -186,8 +188,8 @@ class _CallReader:
     def _call(self, name: str, arguments: Any, at: int) -> dict[str, Any]:
         try:
             json.dumps([name, arguments], ensure_ascii=False).encode()
-        except UnicodeEncodeError as e:
-            self._refuse("bad_json", "a call must not have half a surrogate pair", at, e)
+        except (UnicodeEncodeError, RecursionError) as e:
+            self._refuse("bad_json", f"a call must be JSON that can be written again ({e})", at, e)
         return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _check(self, name: str, arguments: Any) -> None:

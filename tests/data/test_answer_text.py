@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle3.data.answer_text import AnswerForm, BadCall
 from eagle3.data.chat import conversation_rows
 from eagle3.data.conversations import Conversation, Message
-from tests.data.formats import CHATML_TURNS, FORMATS, IM
+from tests.data.formats import CHATML_TURNS, FORMATS, IM, QWEN3, QWEN_ADDED
 from tests.data.tiny import train_tokenizer
 
 CALLING = ["qwen3", "qwen3-thinking", "llama3.1", "mistral", "mistral-spaced", "mistral-legacy", "gpt-oss", "deepseek-r1"]
@@ -123,6 +123,20 @@ def test_thoughts_that_the_prompt_opens_end_where_they_are_closed(name: str) -> 
         assert form.read("Greet.\n</think>\n\nHello!") == assistant("Hello!", "Greet.")
         assert form.read("\n</think>\n\nHello!") == assistant("Hello!")
         assert form.read("Greet. But how") == assistant("", "Greet. But how")
+    assert form_of("qwen3-thinking").read(QWEN_CALL) == assistant(calls=(OSLO,))
+
+
+def test_thoughts_that_the_prompt_opens_unless_they_are_off_are_not_looked_for_then() -> None:
+    opened = (
+        "{{- '<|im_start|>assistant\\n<think>\\n' }}"
+        "{%- if enable_thinking is defined and not enable_thinking %}{{- '\\n</think>\\n\\n' }}{%- endif %}"
+    )
+    template = QWEN3[: QWEN3.rindex("{%- if add_generation_prompt")] + "{%- if add_generation_prompt %}" + opened + "{%- endif %}"
+    tokenizer = train_tokenizer(template, IM, QWEN_ADDED, eos="<|im_end|>")
+    assert AnswerForm.of(tokenizer, TOOLS, None).read("Greet.\n</think>\n\nHello!") == assistant("Hello!", "Greet.")
+    off = AnswerForm.of(tokenizer, TOOLS, False)
+    assert off.read("Hello!") == assistant("Hello!")
+    assert off.read(QWEN_CALL) == assistant(calls=(OSLO,))
 
 
 def test_thoughts_that_the_answer_opens_may_be_empty_or_missing() -> None:
@@ -215,6 +229,8 @@ def hermes(inner: str) -> str:
         ("gpt-oss", ' to=functions.climate<|channel|>commentary json<|message|>{"city": "Oslo"}', "unknown_tool"),
         ("gpt-oss", " to=functions.weather<|channel|>commentary json<|message|>[1]", "no_arguments"),
         ("deepseek-r1", "<｜tool▁calls▁begin｜>weather", "bad_form"),
+        ("qwen3", f"<think>\nI look.\n{QWEN_CALL}", "bad_form"),
+        ("qwen3-thinking", f"I look.\n{QWEN_CALL}", "bad_form"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_refused_by_reason(name: str, text: str, reason: str) -> None:
