@@ -79,6 +79,8 @@ def test_tools_calls_and_results_are_written_as_hermes_models_expect(ours: PreTr
     assert head.startswith(f"<|im_start|>system\n{opening}\n\n")
     assert '<tools>\n{"name": "weather", "parameters": {"type": "object"' in head
     assert rest == (
+        "<|im_start|>user\nCall weather for Rome.<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>\n'
         "<|im_start|>user\nWarm?<|im_end|>\n"
         '<|im_start|>assistant\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>\n'
