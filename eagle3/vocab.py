@@ -18,6 +18,8 @@ from torch import Tensor
 
 from eagle3.shards import TokenRow, digest_of
 
+COUNTED_AT_ONCE = 1 << 20  # ids; a count over the vocabulary for each row would cost more than the row
+
 logger = logging.getLogger(__name__)
 
 
@@ -48,6 +50,49 @@ class Vocab:
         return digest_of(self.d2t.numpy().tobytes(), self.t2d.numpy().tobytes(), self.counts.numpy().tobytes())
 
 
+class TokenCounter:
+    """Supervised tokens of rows that come one by one.
+
+    Args:
+        vocab_size: V of the target.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._counts = torch.zeros(vocab_size, dtype=torch.int64)
+        self._waiting: list[Tensor] = []
+        self._num_waiting = 0
+
+    def add(self, row: TokenRow) -> None:
+        """Count one row.
+
+        Raises:
+            ValueError: if a supervised token id is not the target's; names the row.
+        """
+        ids = torch.tensor(row.token_ids, dtype=torch.int64)[torch.tensor(row.loss_mask, dtype=torch.bool)]
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            raise ValueError(
+                f"row {row.sample_id}: token ids {int(ids.min())} to {int(ids.max())} do not fit the target's vocabulary of "
+                f"{self.vocab_size}; prepare the shard with this target's tokenizer"
+            )
+        if len(ids):
+            self._waiting.append(ids)
+        self._num_waiting += len(ids)
+        if self._num_waiting >= COUNTED_AT_ONCE:
+            self._count_waiting()
+
+    @property
+    def counts(self) -> Tensor:
+        """[V] int64 supervised occurrences so far."""
+        self._count_waiting()
+        return self._counts
+
+    def _count_waiting(self) -> None:
+        if self._waiting:
+            self._counts += torch.bincount(torch.cat(self._waiting), minlength=self.vocab_size)
+            self._waiting, self._num_waiting = [], 0
+
+
 def count_tokens(rows: Iterable[TokenRow], vocab_size: int) -> Tensor:
     """Count the supervised tokens of rows; counts of several shards add up.
 
@@ -61,16 +106,55 @@ def count_tokens(rows: Iterable[TokenRow], vocab_size: int) -> Tensor:
     Raises:
         ValueError: if a supervised token id is not the target's; names the row.
     """
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    counter = TokenCounter(vocab_size)
     for row in rows:
-        ids = torch.tensor(row.token_ids, dtype=torch.int64)[torch.tensor(row.loss_mask, dtype=torch.bool)]
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            raise ValueError(
-                f"row {row.sample_id}: token ids {int(ids.min())} to {int(ids.max())} do not fit the target's vocabulary of "
-                f"{vocab_size}; prepare the shard with this target's tokenizer"
-            )
-        counts += torch.bincount(ids, minlength=vocab_size)
-    return counts
+        counter.add(row)
+    return counter.counts
+
+
+def rank_tokens(counts: Tensor, always: Sequence[int]) -> Tensor:
+    """All target ids in the order in which draft vocabularies take them: `always`, then by count; equal counts by lower id.
+
+    Args:
+        counts: [V] int64 supervised occurrences.
+        always: target ids that must be in every vocabulary.
+
+    Returns:
+        [V] int64 target ids; the first K are the draft vocabulary of size K.
+
+    Raises:
+        ValueError: if an id of `always` is not the target's.
+    """
+    forced = sorted(set(always))
+    if forced and not 0 <= forced[0] <= forced[-1] < len(counts):
+        raise ValueError(
+            f"end-of-turn ids must lie below the target's {len(counts)}, got {forced}; check the target's config.json"
+        )
+    ranking = counts.clone()
+    ranking[forced] = counts.max() + 1
+    return torch.sort(ranking, descending=True, stable=True).indices
+
+
+def most_frequent(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:
+    """[V] bool, True for the tokens that a draft vocabulary of `size`, or of all V where that is less, takes."""
+    t2d = torch.zeros(len(counts), dtype=torch.bool)
+    t2d[rank_tokens(counts, always)[:size]] = True
+    return t2d
+
+
+def coverage_by_size(counts: Tensor, always: Sequence[int]) -> list[tuple[int, float]]:
+    """Share of supervised tokens inside the draft vocabulary, for each size that is a power of two, and for the target's own.
+
+    Args:
+        counts: [V] int64 supervised occurrences, not all zero.
+        always: target ids that must be in every vocabulary. Sizes that cannot hold them are left out.
+
+    Returns:
+        [(K, coverage), …] in ascending K; the last K is V.
+    """
+    covered = counts[rank_tokens(counts, always)].cumsum(0)
+    sizes = [1 << i for i in range(len(counts).bit_length()) if 1 << i < len(counts)] + [len(counts)]
+    return [(size, int(covered[size - 1]) / int(covered[-1])) for size in sizes if size >= len(set(always))]
 
 
 def build_vocab(counts: Tensor, size: int, always: Sequence[int]) -> Vocab:
@@ -90,15 +174,10 @@ def build_vocab(counts: Tensor, size: int, always: Sequence[int]) -> Vocab:
         raise ValueError(f"draft vocab must not exceed the target's {target_size}, got {size}; lower vocab.size")
     if size < max(1, len(forced)):
         raise ValueError(f"draft vocab must hold the {len(forced)} end-of-turn tokens, got {size}; raise vocab.size")
-    if forced and not 0 <= forced[0] <= forced[-1] < target_size:
-        raise ValueError(
-            f"end-of-turn ids must lie below the target's {target_size}, got {forced}; check the target's config.json"
-        )
     if not counts.any():
         raise ValueError("the draft vocab needs supervised tokens, got none; check the loss masks of the shards")
-    ranking = counts.clone()
-    ranking[forced] = counts.max() + 1
-    num_known = int((ranking > 0).sum())
+    t2d = most_frequent(counts, size, forced)
+    num_known = int((counts > 0).sum()) + int((counts[forced] == 0).sum())
     if num_known < size:
         logger.warning(
             "only %d distinct tokens are supervised, vocab.size is %d: filled up with the %d lowest unused ids",
@@ -106,9 +185,7 @@ def build_vocab(counts: Tensor, size: int, always: Sequence[int]) -> Vocab:
             size,
             size - num_known,
         )
-    kept = torch.sort(ranking, descending=True, stable=True).indices[:size].sort().values
-    t2d = torch.zeros(target_size, dtype=torch.bool)
-    t2d[kept] = True
+    kept = torch.nonzero(t2d).flatten()
     return Vocab(kept - torch.arange(size), t2d, counts)
 
 

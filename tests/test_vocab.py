@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from eagle3 import vocab as vocab_module
 from eagle3.shards import TokenRow
-from eagle3.vocab import Vocab, build_vocab, count_tokens, keep_vocab, load_vocab, save_vocab
+from eagle3.vocab import Vocab, build_vocab, count_tokens, coverage_by_size, keep_vocab, load_vocab, most_frequent, save_vocab
 
 
 def kept_slowly(counts: list[int], size: int, always: list[int]) -> list[int]:
@@ -36,6 +37,25 @@ def test_fast_choice_equals_the_slow_one(data: st.DataObject) -> None:
     assert [i for i, used in enumerate(vocab.t2d.tolist()) if used] == kept
     assert vocab.coverage == sum(counts[i] for i in kept) / sum(counts)
     assert (vocab.d2t.dtype, vocab.t2d.dtype, len(vocab.t2d)) == (torch.int64, torch.bool, len(counts))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_coverage_by_size_equals_a_slow_loop(data: st.DataObject) -> None:
+    counts = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=12).filter(any))
+    always = data.draw(st.lists(st.integers(0, len(counts) - 1), max_size=4))
+    sizes = [size for size in (1, 2, 4, 8) if size < len(counts)] + [len(counts)]
+    expected = [
+        (size, sum(counts[i] for i in kept_slowly(counts, size, always)) / sum(counts))
+        for size in sizes
+        if size >= len(set(always))
+    ]
+    assert coverage_by_size(torch.tensor(counts), always) == expected
+
+
+def test_a_size_beyond_the_target_takes_all_its_tokens() -> None:
+    assert most_frequent(torch.tensor([4, 0, 7]), 5, always=[1]).tolist() == [True] * 3
+    assert most_frequent(torch.tensor([4, 0, 7]), 2, always=[1]).tolist() == [False, True, True]
 
 
 def test_five_tokens_by_hand() -> None:
@@ -62,6 +82,13 @@ def test_only_supervised_tokens_count() -> None:
     rows = [TokenRow("a", "s", [3, 3, 1, 2, 3], [False, False, True, True, True]), TokenRow("b", "s", [0, 0], [False, False])]
     assert count_tokens(rows, 5).tolist() == [0, 1, 1, 1, 0]
     assert count_tokens([], 5).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 10])
+def test_counting_in_lots_loses_nothing(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr(vocab_module, "COUNTED_AT_ONCE", at_once)
+    rows = [TokenRow(str(n), "s", list(range(n)), [True] * n) for n in range(6)]
+    assert count_tokens(rows, 6).tolist() == [5, 4, 3, 2, 1, 0]
 
 
 def test_counts_of_shards_add_up() -> None:

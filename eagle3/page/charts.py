@@ -11,13 +11,21 @@ MAX_POINTS = 300  # of a curve; more are averaged in buckets, so that a page sta
 Point = tuple[float, float]
 
 
-def line_chart(title: str, series: dict[str, list[Point]], x_label: str) -> str:
+def line_chart(
+    title: str,
+    series: dict[str, list[Point]],
+    x_label: str,
+    ticks: Sequence[tuple[float, str]] = (),
+    marks: Sequence[tuple[float, str]] = (),
+) -> str:
     """One curve a name over a common x axis.
 
     Args:
         title: heading, plain text.
         series: name -> (x, y) in ascending x; points that are not finite are left out.
         x_label: what x counts.
+        ticks: (x, label) on the x axis where round numbers would mislead, as on a logarithmic one.
+        marks: (x, label) of upright lines through the whole chart.
     """
     curves = {name: thin([p for p in points if math.isfinite(p[1])]) for name, points in series.items()}
     curves = {name: points for name, points in curves.items() if points}
@@ -25,12 +33,14 @@ def line_chart(title: str, series: dict[str, list[Point]], x_label: str) -> str:
         return _figure(title, [], '<p class="none">nothing was recorded</p>')
     xs = [x for points in curves.values() for x, _ in points]
     ys = [y for points in curves.values() for _, y in points]
-    y_ticks, x_ticks = nice_ticks(min(ys), max(ys)), nice_ticks(min(xs), max(xs))
+    y_ticks = nice_ticks(min(ys), max(ys))
+    x_ticks = ticks or [(tick, number(tick)) for tick in nice_ticks(min(xs), max(xs))]
     x_range, y_range = (min(xs), max(max(xs), min(xs) + 1)), (y_ticks[0], y_ticks[-1])
     parts = [_grid(y_ticks, y_range)]
-    for tick in x_ticks:
+    for tick, label in x_ticks:
         if x_range[0] <= tick <= x_range[1]:
-            parts.append(_text(_x(tick, x_range), HEIGHT - BOTTOM + 15, number(tick), "middle"))
+            parts.append(_text(_x(tick, x_range), HEIGHT - BOTTOM + 15, label, "middle"))
+    parts += [_mark(_x(at, x_range), label) for at, label in marks]
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 4, x_label, "middle"))
     colours = palette(len(curves))
     for points, colour in zip(curves.values(), colours, strict=True):
@@ -109,6 +119,12 @@ def _grid(ticks: list[float], limits: Point) -> str:
         lines.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
         lines.append(_text(LEFT - 6, y + 4, number(tick), "end"))
     return "".join(lines)
+
+
+def _mark(x: float, label: str) -> str:
+    is_right = x > (LEFT + WIDTH - RIGHT) / 2
+    line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" class="mark"/>'
+    return line + _text(x - 5 if is_right else x + 5, HEIGHT - BOTTOM - 8, label, "end" if is_right else "start")
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

@@ -29,7 +29,7 @@ STYLE = """
 .e3 .legend{font-weight:400;font-size:13px;color:var(--soft)}.e3 .legend span{margin-left:12px;white-space:nowrap}
 .e3 .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
 .e3 svg{width:100%;height:auto;display:block;margin-top:6px}.e3 svg text{fill:var(--soft);font-size:11.5px}
-.e3 svg .grid{stroke:var(--line)}
+.e3 svg .grid{stroke:var(--line)}.e3 svg .mark{stroke:var(--soft);stroke-dasharray:4 3}
 .e3 .scroll{overflow-x:auto}.e3 table{border-collapse:collapse;min-width:420px}
 .e3 th,.e3 td{padding:6px 18px 6px 0;text-align:left;border-bottom:1px solid var(--line)}
 .e3 th{color:var(--soft);font-weight:500}.e3 .n{text-align:right;font-variant-numeric:tabular-nums}

@@ -93,6 +93,7 @@ def test_rows_that_offer_tools_fill_shards_of_their_own(place: Workplace) -> Non
     rows = [{"prompt": f"{word}?", "tools": [tool] if i % 2 else None} for i, word in enumerate("abcdefgh")]
     prepared = place.prepare(rows, rows_per_shard=3, min_shards=4)
     assert [file.summary.rows for file in prepared.shards] == [file.summary.rows for file in prepared.tool_tasks] == [3, 1]
+    assert prepared.report["prompts"]["train"] == 8
     assert {row.script for row in all_rows(prepared)} == {""}
     scripts = [Script.from_json(row.script) for file in prepared.tool_tasks for row in read_token_shard(file.path)]
     assert [script.messages[0]["content"] for script in scripts] == ["b?", "d?", "f?", "h?"]

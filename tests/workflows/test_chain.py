@@ -62,11 +62,39 @@ def test_a_first_run_makes_everything(chain: Chain, first: dict[str, Any]) -> No
 
 
 @pytest.mark.slow
+def test_the_data_page_shows_what_was_trained_on(chain: Chain, first: dict[str, Any]) -> None:
+    report = json.loads((chain.workplace / "runs/tiny/data.json").read_text())
+    rows, answers = report["rows"]["train"], first["answers"]
+    assert answers == report["answers"]
+    assert answers["requested"] == 10 == answers["answered"] + answers["failed"] + answers["skipped"]
+    assert rows["rows"] == answers["answered"]
+    assert report["vocab"]["size"] == first["vocab"]["size"] == 64
+    assert report["vocab"]["coverage"] == first["vocab"]["coverage"]
+    inside, supervised = report["vocab"]["by_source"]["train"]
+    assert (inside / supervised, supervised) == (first["vocab"]["coverage"], rows["supervised_tokens"])
+    assert all(any(is_supervised for _, is_supervised in sample["spans"]) for sample in report["samples"])
+    assert "<mark>" in Path(first["data_html"]).read_text()
+
+
+@pytest.mark.slow
+def test_the_summary_says_from_what_it_was_made(chain: Chain, first: dict[str, Any]) -> None:
+    assert first["settings"]["vocab"] == {"size": 64}
+    assert first["settings"]["train"]["pack_tokens"] == 128
+    assert first["settings"].keys() == {
+        "target", "engine", "data", "regenerate", "vocab", "extract", "train", "export", "evaluate", "fanout",
+    }  # fmt: skip
+    assert {name for name, digest in first["digests"].items() if not digest} == {"sources", "init"}
+    assert first["versions"]["capture"]["engine_version"].startswith("transformers ")
+    assert first["versions"]["summary"]["torch"] == first["versions"]["capture"]["torch_version"]
+
+
+@pytest.mark.slow
 def test_a_rerun_takes_everything_from_the_cache(chain: Chain, first: dict[str, Any]) -> None:
     again = chain.run()
     assert counts(again) == {name: (0, runs) for name, (runs, _) in counts(first).items()}
     assert sum(s["seconds"] for s in again["stages"]) < 1
-    assert {k: v for k, v in again.items() if k != "stages"} == {k: v for k, v in first.items() if k != "stages"}
+    changing = {"stages", "date"}
+    assert {k: v for k, v in again.items() if k not in changing} == {k: v for k, v in first.items() if k not in changing}
 
 
 @pytest.mark.slow
@@ -134,5 +162,6 @@ def test_the_number_of_replicas_is_in_no_key(chain: Chain, first: dict[str, Any]
 @pytest.mark.slow
 def test_the_terminal_shows_table_figures_and_the_lines_that_serve(chain: Chain, first: dict[str, Any]) -> None:
     summary = chain.run()
-    for text in ("made or cached", "cached 3", "acceptance length", "tokens/s", summary["export_dir"], "--speculative-config"):
+    texts = ("made or cached", "cached 3", "answers      ", "acceptance length", "tokens/s", summary["data_html"])
+    for text in (*texts, summary["export_dir"], "--speculative-config"):
         assert text in chain.output

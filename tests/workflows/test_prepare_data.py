@@ -44,6 +44,11 @@ def test_sources_become_shards_with_counts_and_report(run: Any, workplace: Path,
     assert "chats.jsonl" not in page
     assert "1 of 2 rows (1 no_conversation)" in result.output
     assert "6 in 3 shards, 2 held out" in result.output
+    # Coverage is known for the rows that keep their own answers, and for no others.
+    assert list(report["vocab"]["by_source"]) == ["chats"]
+    assert report["vocab"]["size"] == 64
+    assert report["vocab"]["by_source"]["chats"] == [report["sources"]["chats"]["supervised_tokens"]] * 2
+    assert "train: what is covered is known when the target has answered" in page
 
 
 def test_only_a_change_of_content_prepares_again(run: Any, tmp_path: Path) -> None:
@@ -55,6 +60,14 @@ def test_only_a_change_of_content_prepares_again(run: Any, tmp_path: Path) -> No
     write_prompts(one, 10, 15)
     assert run([{"path": str(one), "name": "x"}]).exit_code == 0
     assert runs_and_hits() == (1, 0)
+
+
+def test_where_all_rows_wait_no_coverage_is_shown(run: Any, workplace: Path, tmp_path: Path) -> None:
+    result = run([], write_prompts(tmp_path / "prompts.jsonl", 20, 24))
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "vocab" not in json.loads((workplace / "runs/tiny/data.json").read_text())
+    assert "train: what is covered is known when the target has answered" in (workplace / "runs/tiny/data.html").read_text()
+    assert not [e for e in journal.entries() if e.stage == "describe_rows"]
 
 
 def test_nothing_to_train_on_is_an_error(run: Any) -> None:

@@ -2,17 +2,20 @@
 
 import json
 from pathlib import Path
+from typing import cast
 
-from flytekit import Cache, Deck, task
+from flytekit import Cache, Deck, dynamic, task
+from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 import images
-from eagle3.config import DataConfig, SourceConfig
+from eagle3.config import DataConfig, SourceConfig, VocabConfig
 from workflows import store
-from workflows.interfaces import PreparedData, Target, TokenShard
+from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
 from workflows.resources import DATA, LIGHT
 from workflows.stage import stage
-from workflows.summary import data_text, run_dir, write_text
+from workflows.summary import data_text, run_dir, write_data_report
+from workflows.tasks.describe_rows import describe_rows
 
 
 @task(
@@ -63,18 +66,33 @@ def prepare_data(
     return PreparedData(shards, tool_tasks, shard(0, files.heldout), FlyteFile(str(report)))
 
 
+@dynamic(container_image=images.CPU, **LIGHT)
+def report_data(run_name: str, data: PreparedData, target: Target, vocab: VocabConfig, init_from: str) -> PreparedData:
+    """Show what was prepared; rows that have answers already are counted by token, so that the draft vocabulary can be judged."""
+    answered = [shard for shard in [*data.shards, *data.tool_tasks] if shard.supervised_tokens]
+    described = None
+    if answered and not init_from:
+        shards = TokenShards(answered, store.digest_of_digests(shard.digest for shard in answered))
+        described = describe_rows(shards=shards, shards_digest=shards.digest, target=target, target_digest=target.digest)
+    return cast(PreparedData, show_data(run_name=run_name, data=data, described=described, vocab=vocab, init_from=init_from))
+
+
 @task(container_image=images.CPU, enable_deck=True, deck_fields=(), **LIGHT)
-def report_data(run_name: str, data: PreparedData) -> PreparedData:
-    """Show what was prepared: data.html and data.json in runs/<run_name> here, a Deck in a pod."""
-    from eagle3.data.report import render_report
+def show_data(
+    run_name: str, data: PreparedData, described: FlyteDirectory | None, vocab: VocabConfig, init_from: str
+) -> PreparedData:
+    """Write data.html and data.json: into runs/<run_name> here, into an output directory with a Deck in a pod."""
+    from eagle3.data.describe import coverage_figures, read_description
+    from eagle3.vocab import most_frequent
 
     report = json.loads(Path(data.report.download()).read_text())
-    html = render_report(report)
-    out = run_dir(run_name)
-    write_text(out / "data.html", html)
-    write_text(out / "data.json", json.dumps(report, indent=1))
-    Deck("Data", html)
+    if described:
+        description = read_description(described.download())
+        report["vocab"] = coverage_figures(description, most_frequent(description.total, vocab.size, description.end_of_turn_ids))
+    if init_from:
+        report["vocab_note"] = f"The draft of train.init_from, {init_from}, brings its own vocabulary: see the report of the run."
+    page = write_data_report(run_dir(run_name), report)
     shards = [*data.shards, *data.tool_tasks]
     shards_dir = store.location(shards[0].file).rpartition("/")[0]
-    print(data_text(report, len(shards), shards_dir, str(out / "data.html")), flush=True)
+    print(data_text(report, len(shards), shards_dir, str(page)), flush=True)
     return data

@@ -1,74 +1,124 @@
-"""The end of a run: sample rows for the report, and the summary that a person reads."""
+"""The end of a run: its report pages, and the summary that a person reads."""
 
 import json
 from pathlib import Path
+from typing import Any
 
-from flytekit import Cache, Deck, task
+import fsspec
+from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import FlyteFile
 
 import images
-from eagle3.config import EngineConfig, EvaluateConfig
+from eagle3.config import (
+    DataConfig,
+    EngineConfig,
+    EvaluateConfig,
+    ExportConfig,
+    ExtractConfig,
+    FanOutConfig,
+    RegenerateConfig,
+    TargetConfig,
+    TrainConfig,
+    VocabConfig,
+)
 from workflows import journal, store, summary
-from workflows.interfaces import DraftCheckpoint, DraftVocab, EvaluationReport, PreparedData, Target, TokenShards
-from workflows.resources import DATA, LIGHT
-from workflows.stage import stage
-
-NUM_SAMPLES = 4
-
-
-@task(container_image=images.CPU, cache=Cache(version="1", ignored_inputs=("shards", "target")), **DATA)
-@stage
-def sample_rows(shards: TokenShards, shards_digest: str, target: Target, target_digest: str) -> FlyteFile:
-    """The first rows as text with their loss mask, for the report; cached, so that a rerun loads no tokenizer."""
-    from eagle3.data.chat import load_chat_tokenizer, text_spans
-    from eagle3.shards import read_token_shard
-
-    tokenizer = load_chat_tokenizer(target.directory.download())
-    rows = read_token_shard(shards.shards[0].file.download())[:NUM_SAMPLES]
-    path = store.new_dir("sample_rows") / "samples.json"
-    samples = [{"sample_id": r.sample_id, "spans": text_spans(tokenizer, r.token_ids, r.loss_mask)} for r in rows]
-    path.write_text(json.dumps(samples))
-    return FlyteFile(str(path))
+from workflows.interfaces import (
+    DraftCheckpoint,
+    DraftExport,
+    DraftVocab,
+    EvaluationReport,
+    HiddenStateShards,
+    PreparedData,
+    ResolvedInputs,
+    Target,
+    TokenShards,
+)
+from workflows.resources import LIGHT
 
 
 @task(container_image=images.CPU, enable_deck=True, deck_fields=(), **LIGHT)
 def summarize_run(
     run_name: str,
-    target: Target,
-    data: PreparedData,
-    vocab: DraftVocab,
-    samples: FlyteFile,
+    found: ResolvedInputs,
+    model: Target,
+    prepared: PreparedData,
+    rows: TokenShards,
+    described: FlyteDirectory,
+    draft_vocab: DraftVocab,
+    states: HiddenStateShards,
     checkpoint: DraftCheckpoint,
-    report: EvaluationReport,
+    draft: DraftExport,
+    evaluation: EvaluationReport,
+    target: TargetConfig,
     engine: EngineConfig,
+    data: DataConfig,
+    regenerate: RegenerateConfig,
+    vocab: VocabConfig,
+    extract: ExtractConfig,
+    train: TrainConfig,
+    export: ExportConfig,
     evaluate: EvaluateConfig,
+    fanout: FanOutConfig,
 ) -> FlyteDirectory:
-    """Write summary.json and report.html: into runs/<run_name> here, into an output directory with a Deck in a pod."""
+    """Write summary.json, report.html, data.html and data.json: into runs/<run_name> here, an output directory in a pod."""
     from eagle3.evaluation.report import render_html
 
-    local = store.is_local()
-    out = summary.run_dir(run_name)
-    target_dir, export_dir, draft_dir = (store.location(d) for d in (target.directory, report.export, checkpoint.directory))
+    local, out = store.is_local(), summary.run_dir(run_name)
+    data_report = _data_report(prepared, rows, described, draft_vocab)
+    target_dir, export_dir, draft_dir = (store.location(d) for d in (model.directory, evaluation.export, checkpoint.directory))
     shell, python = summary.serve_lines(target_dir, export_dir, engine, evaluate, local)
-    figures = json.loads(Path(report.file.download()).read_text())
+    digests = {"target": model.digest, "rows": rows.digest, "vocab": draft_vocab.digest, "states": states.digest}
+    digests |= {"checkpoint": checkpoint.digest, "export": draft.digest, "init": found.init_digest}
+    blocks = (target, engine, data, regenerate, vocab, extract, train, export, evaluate, fanout)
+    figures = json.loads(Path(evaluation.file.download()).read_text())
     figures |= {
         "run_name": run_name,
+        "date": summary.date(),
         "target_dir": target_dir,
         "export_dir": export_dir,
         "report_html": str(out / "report.html"),
+        "data_html": str(out / "data.html"),
         "summary_json": str(out / "summary.json"),
         "metrics": f"{draft_dir}/metrics.jsonl",
         "stages": summary.stage_figures(journal.entries()) if local else [],
-        "prompts": {"train": sum(s.rows for s in data.shards), "heldout": data.heldout.rows},
-        "data": json.loads(Path(data.report.download()).read_text()),
-        "vocab": {"size": vocab.size, "coverage": vocab.coverage},
+        "prompts": data_report["prompts"],
+        "data": {key: value for key, value in data_report.items() if key not in ("samples", "answers")},
+        "answers": data_report["answers"],
+        "vocab": {"size": draft_vocab.size, "coverage": draft_vocab.coverage},
+        "versions": {"summary": summary.versions(), "capture": _capture_versions(states)},
+        "settings": summary.settings(blocks),
+        "digests": {"prompts": found.prompts_digest, "heldout": found.heldout_digest, "sources": found.source_versions} | digests,
         "serve": {"HTTP server": shell, "Python": python},
     }
     metrics = (Path(checkpoint.directory.download()) / "metrics.jsonl").read_text().splitlines()
-    html = render_html(figures, [json.loads(line) for line in metrics], json.loads(Path(samples.download()).read_text()))
+    html = render_html(figures, [json.loads(line) for line in metrics], data_report["samples"])
     summary.write_text(out / "report.html", html)
     summary.write_text(out / "summary.json", json.dumps(figures, indent=1))
     Deck("Summary", html)
+    summary.write_data_report(out, data_report)
     print(summary.render_text(figures), flush=True)
     return FlyteDirectory(str(out))
+
+
+def _data_report(prepared: PreparedData, rows: TokenShards, described: FlyteDirectory, draft_vocab: DraftVocab) -> dict[str, Any]:
+    """What prepare tells of the sources, with the rows that came of them, the vocabulary's coverage, the answers' accounts."""
+    from eagle3.data.describe import coverage_figures, read_description
+    from eagle3.data.report import answer_figures
+    from eagle3.vocab import load_vocab
+
+    report: dict[str, Any] = json.loads(Path(prepared.report.download()).read_text())
+    description = read_description(described.download())
+    return report | {
+        "rows": description.figures,
+        "samples": description.samples,
+        "vocab": coverage_figures(description, load_vocab(draft_vocab.file.download()).t2d),
+        "answers": answer_figures(rows.accounts),
+    }
+
+
+def _capture_versions(states: HiddenStateShards) -> dict[str, str]:
+    """What captured the first shard: in a cluster another image than the one this task runs in, or somebody's server."""
+    store.share_credentials()
+    with fsspec.open(f"{store.location(states.shards[0].directory)}/manifest.json") as f:
+        info = json.load(f)["info"]
+    return {key: value for key, value in info.items() if key.endswith("_version") and isinstance(value, str)}
