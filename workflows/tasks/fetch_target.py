@@ -1,13 +1,16 @@
 """The target as one directory: config, tokenizer, safetensors."""
 
-from flytekit import Cache, task
+from typing import Any, cast
+
+from flytekit import Cache, dynamic, task
 from flytekit.types.directory import FlyteDirectory
 
 import images
 from eagle3.config import TargetConfig
+from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import Target, TargetRef
-from workflows.resources import DATA
+from workflows.resources import DATA, DYNAMIC, data_overrides
 from workflows.stage import stage
 
 
@@ -29,3 +32,12 @@ def fetch_target(target: TargetConfig, ref: TargetRef, target_digest: str) -> Ta
         vocab_size=config["vocab_size"],
         hidden_size=config["hidden_size"],
     )
+
+
+@dynamic(container_image=images.CPU, **DYNAMIC)
+def fetch_target_node(target: TargetConfig, ref: TargetRef, target_digest: str, resources: ResourcesConfig) -> Target:
+    """fetch_target on the pod that the recipe asks for."""
+    node: Any = fetch_target(target=target, ref=ref, target_digest=target_digest)
+    if not store.is_local():
+        node.with_overrides(**data_overrides(resources))
+    return cast(Target, node)

@@ -2,15 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
-from flytekit import Cache, Deck, task
+from flytekit import Cache, Deck, dynamic, task
 from flytekit.types.file import FlyteFile
 
 import images
 from eagle3.config import DataConfig, SourceConfig
+from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import PreparedData, Target, TokenShard
-from workflows.resources import DATA, LIGHT
+from workflows.resources import DATA, DYNAMIC, LIGHT, data_overrides
 from workflows.stage import stage
 from workflows.summary import data_text, run_dir, write_text
 
@@ -61,6 +63,36 @@ def prepare_data(
     report.write_text(json.dumps(files.report, indent=1))
     Deck("Data", render_report(files.report))
     return PreparedData(shards, shard(0, files.heldout), FlyteFile(str(report)))
+
+
+@dynamic(container_image=images.CPU, **DYNAMIC)
+def prepare_data_node(
+    prompts: FlyteFile | None,
+    prompts_digest: str,
+    source_versions: list[str],
+    heldout: FlyteFile,
+    heldout_digest: str,
+    target: Target,
+    target_digest: str,
+    data: DataConfig,
+    regenerate: bool,
+    resources: ResourcesConfig,
+) -> PreparedData:
+    """prepare_data on the pod that the recipe asks for."""
+    node: Any = prepare_data(
+        prompts=prompts,
+        prompts_digest=prompts_digest,
+        source_versions=source_versions,
+        heldout=heldout,
+        heldout_digest=heldout_digest,
+        target=target,
+        target_digest=target_digest,
+        data=data,
+        regenerate=regenerate,
+    )
+    if not store.is_local():
+        node.with_overrides(**data_overrides(resources))
+    return cast(PreparedData, node)
 
 
 @task(container_image=images.CPU, enable_deck=True, deck_fields=(), **LIGHT)

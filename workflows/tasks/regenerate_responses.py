@@ -10,10 +10,11 @@ from flytekit.types.file import FlyteFile
 
 import images
 from eagle3.config import EngineConfig, ExtractConfig, FanOutConfig, RegenerateConfig, VocabConfig
+from eagle3.resources import ResourcesConfig
 from eagle3.target.properties import aux_layer_ids
 from workflows import store
 from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
-from workflows.resources import ENGINE, LIGHT, replica_overrides
+from workflows.resources import DYNAMIC, ENGINE, LIGHT, replica_overrides
 from workflows.stage import stage
 
 logger = logging.getLogger("eagle3")
@@ -85,7 +86,7 @@ def gather_token_shards(shards: list[TokenShard]) -> TokenShards:
     return TokenShards(ordered, store.digest_of_digests(shard.digest for shard in ordered))
 
 
-@dynamic(container_image=images.CPU, **LIGHT)
+@dynamic(container_image=images.CPU, **DYNAMIC)
 def regenerate_responses(
     data: PreparedData,
     target: Target,
@@ -96,6 +97,7 @@ def regenerate_responses(
     init_digest: str,
     extract: ExtractConfig,
     fanout: FanOutConfig,
+    resources: ResourcesConfig,
 ) -> TokenShards:
     """Let the target answer every shard, `fanout.replicas` at a time; without regeneration the shards pass as they are.
 
@@ -125,7 +127,7 @@ def regenerate_responses(
             tensor_parallel_size=fanout.tensor_parallel_size,
         )
         if not store.is_local():
-            node.with_overrides(**replica_overrides(fanout))
+            node.with_overrides(**replica_overrides(fanout, resources))
         if i >= num_lanes:
             answered[i - num_lanes] >> node
         answered.append(node)
