@@ -76,3 +76,12 @@ class ResourcesConfig(StageConfig):
     engine: EngineResources = Field(default=EngineResources(), description="regenerate, extract and evaluate")
     trainer: TrainerResources = Field(default=TrainerResources(), description="train")
     data: DataResources = Field(default=DataResources(), description="fetching the target, and prepare")
+
+
+SUFFIXES = {"": 1, "m": 1e-3} | {k + i: (1024 if i else 1000) ** (n + 1) for n, k in enumerate("KMGT") for i in ("", "i")}
+
+
+def quantity_bytes(quantity: str) -> int:
+    """Bytes of a Kubernetes quantity such as "400Gi"."""
+    number = quantity.rstrip("mKMGTi")
+    return int(float(number) * SUFFIXES[quantity[len(number) :]])

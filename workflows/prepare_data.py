@@ -22,7 +22,7 @@ from eagle3.config import (
 )
 from eagle3.resources import ResourcesConfig
 from workflows.interfaces import PreparedData
-from workflows.tasks.fetch_target import fetch_target_node
+from workflows.tasks.fetch_target import fetch_tokenizer
 from workflows.tasks.prepare_data import prepare_data_node, report_data
 from workflows.tasks.resolve_inputs import resolve_inputs
 
@@ -55,7 +55,7 @@ def prepare_shards(
         evaluate=evaluate,
         train=train,
     )
-    model = fetch_target_node(target=target, ref=found.target, target_digest=found.target.digest, resources=resources)
+    model = fetch_tokenizer(target=target, ref=found.target, target_digest=found.target.digest)
     prepared = prepare_data_node(
         prompts=prompts,
         prompts_digest=found.prompts_digest,
