@@ -20,6 +20,7 @@ LIGHT: dict[str, Any] = {
     "requests": Resources(cpu="1", mem="2Gi", ephemeral_storage="4Gi"),
     "limits": Resources(cpu="2", mem="4Gi", ephemeral_storage="8Gi"),
     "timeout": timedelta(hours=1),
+    "interruptible": False,
 }
 
 # A @dynamic: as light, but it lasts as long as its nodes.
@@ -30,6 +31,7 @@ DATA: dict[str, Any] = {
     "requests": Resources(cpu="4", mem="16Gi", ephemeral_storage="100Gi"),
     "limits": Resources(cpu="8", mem="32Gi", ephemeral_storage="200Gi"),
     "timeout": timedelta(hours=24),
+    "interruptible": False,
 }
 
 # A client of somebody's engine server.
@@ -37,6 +39,9 @@ CLIENT: dict[str, Any] = {
     "requests": Resources(cpu="4", mem="16Gi", gpu="0", ephemeral_storage="100Gi"),
     "limits": Resources(cpu="8", mem="32Gi", gpu="0", ephemeral_storage="200Gi"),
 }
+
+# Time-outs are for what hangs: far above what a shard or a training takes. Regeneration and extraction, which lose little with
+# a pod, are `interruptible` where they are declared and run on spot; nothing else does.
 
 # One engine replica or one trainer: a whole H200 each. A trainer that is given several runs one process on each
 # (train.processes: 0).
@@ -53,6 +58,7 @@ TRAINER: dict[str, Any] = {
     "accelerator": H200,
     "shared_memory": "16Gi",
     "timeout": timedelta(days=14),
+    "interruptible": False,
 }
 
 

@@ -14,7 +14,13 @@ from workflows.resources import DYNAMIC, ENGINE, evaluation_overrides
 from workflows.stage import stage
 
 
-@task(container_image=images.GPU, cache=Cache(version="1", ignored_inputs=("draft", "heldout", "target")), retries=3, **ENGINE)
+@task(
+    container_image=images.GPU,
+    cache=Cache(version="1", ignored_inputs=("draft", "heldout", "target")),
+    retries=3,
+    interruptible=False,
+    **ENGINE,
+)
 @stage
 def evaluate_draft(
     draft: DraftExport,
