@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle3.config import ExportConfig
-from eagle3.draft.speculators import FLAGS, expected_shapes
+from eagle3.draft.speculators import FLAGS, LAYER_TYPES, expected_shapes
 from eagle3.shards import digest_of
 from eagle3.target.weights import check_target_dir
 from eagle3.vocab import load_vocab
@@ -186,7 +186,7 @@ def _shape_setting_faults(config: dict[str, Any], layer: dict[str, Any]) -> Iter
         yield f"config.json: aux layer ids must ascend from 0 or more, got {ids}"
     if num_aux != len(ids):
         yield f"config.json: transformer_layer_config.num_aux_hidden_states must be {len(ids)}, the engine reads {num_aux}"
-    if layer["model_type"] not in ("llama", "qwen3") or layer["num_hidden_layers"] != 1:
+    if layer["model_type"] not in LAYER_TYPES or layer["num_hidden_layers"] != 1:
         yield f"config.json: the draft must be one llama or qwen3 layer, got {layer['num_hidden_layers']} {layer['model_type']!r}"
     if layer.get("attention_bias") or layer.get("mlp_bias") or layer.get("tie_word_embeddings"):
         yield "config.json: attention_bias, mlp_bias and tie_word_embeddings of the draft layer must be false"

@@ -8,6 +8,7 @@ from flytekit import Cache
 from flytekit.types.file import FlyteFile
 
 from eagle3.config import EngineConfig, FanOutConfig, RegenerateConfig
+from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import Target, TokenShard
 from workflows.resources import replica_overrides
@@ -59,7 +60,9 @@ def answering_key(cache: Cache, shard_digest: str, target_digest: str, engine: E
     return store.digest_of_digests([cache.version, shard_digest, target_digest, *settings])
 
 
-def in_lanes(shards: list[TokenShard], task: Callable[..., Any], fanout: FanOutConfig, **inputs: Any) -> list[Any]:
+def in_lanes(
+    shards: list[TokenShard], task: Callable[..., Any], fanout: FanOutConfig, resources: ResourcesConfig, **inputs: Any
+) -> list[Any]:
     """One node a shard, in as many lanes as there are replicas or servers; a lane runs one after the other."""
     nodes: list[Any] = []
     num_lanes = len(fanout.server_urls) or fanout.replicas
@@ -72,7 +75,7 @@ def in_lanes(shards: list[TokenShard], task: Callable[..., Any], fanout: FanOutC
             **inputs,
         )
         if not store.is_local():
-            node.with_overrides(**replica_overrides(fanout))
+            node.with_overrides(**replica_overrides(fanout, resources))
         if i >= num_lanes:
             nodes[i - num_lanes] >> node
         nodes.append(node)

@@ -20,9 +20,10 @@ from eagle3.config import (
     TrainConfig,
     VocabConfig,
 )
+from eagle3.resources import ResourcesConfig
 from workflows.interfaces import PreparedData
-from workflows.tasks.fetch_target import fetch_target
-from workflows.tasks.prepare_data import prepare_data, report_data
+from workflows.tasks.fetch_target import fetch_tokenizer
+from workflows.tasks.prepare_data import prepare_data_node, report_data
 from workflows.tasks.resolve_inputs import resolve_inputs
 
 
@@ -40,6 +41,7 @@ def prepare_shards(
     export: ExportConfig = ExportConfig(),
     evaluate: EvaluateConfig = EvaluateConfig(),
     fanout: FanOutConfig = FanOutConfig(),
+    resources: ResourcesConfig = ResourcesConfig(),
     run_name: str = "train_eagle3",
 ) -> PreparedData:
     """Prepare a run's data and stop. Blocks of later stages are taken so that a run's recipe fits; most do nothing here."""
@@ -53,8 +55,8 @@ def prepare_shards(
         evaluate=evaluate,
         train=train,
     )
-    model = fetch_target(target=target, ref=found.target, target_digest=found.target.digest)
-    prepared = prepare_data(
+    model = fetch_tokenizer(target=target, ref=found.target, target_digest=found.target.digest)
+    prepared = prepare_data_node(
         prompts=prompts,
         prompts_digest=found.prompts_digest,
         source_versions=found.source_versions,
@@ -64,5 +66,6 @@ def prepare_shards(
         target_digest=found.target.digest,
         data=data,
         regenerate=found.regenerate,
+        resources=resources,
     )
     return cast(PreparedData, report_data(run_name=run_name, data=prepared, target=model, vocab=vocab, init_from=found.init_from))

@@ -1,23 +1,37 @@
-"""What the stages' pods ask for, the one place to change for another cluster. Quantities are strings, as Kubernetes wants."""
+"""What the stages' pods ask for, unless the recipe's `resources` says otherwise. Quantities are strings, as Kubernetes wants.
+
+Inputs reach a node's resources only inside a `@dynamic`: the fan-outs are such, and a thin one stands around each other task that
+takes resources from the recipe. The tasks themselves, and so their cache keys, know nothing of it.
+"""
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 from flytekit import Resources
+from flytekit.extras import accelerators
 from flytekit.extras.accelerators import H200
 
 from eagle3.config import FanOutConfig
+from eagle3.resources import EngineResources, PodResources, ResourcesConfig, TrainerResources
 
 # Reading inputs, gathering shards, the summary: seconds of one core.
 LIGHT: dict[str, Any] = {
     "requests": Resources(cpu="1", mem="2Gi", ephemeral_storage="4Gi"),
     "limits": Resources(cpu="2", mem="4Gi", ephemeral_storage="8Gi"),
+    "timeout": timedelta(hours=1),
+    "interruptible": False,
 }
+
+# A @dynamic: as light, but it lasts as long as its nodes.
+DYNAMIC: dict[str, Any] = LIGHT | {"timeout": timedelta(days=30)}
 
 # Tokenising, counting, fetching and exporting: some cores, room for the target's files.
 DATA: dict[str, Any] = {
     "requests": Resources(cpu="4", mem="16Gi", ephemeral_storage="100Gi"),
     "limits": Resources(cpu="8", mem="32Gi", ephemeral_storage="200Gi"),
+    "timeout": timedelta(hours=24),
+    "interruptible": False,
 }
 
 # A client of somebody's engine server.
@@ -26,6 +40,9 @@ CLIENT: dict[str, Any] = {
     "limits": Resources(cpu="8", mem="32Gi", gpu="0", ephemeral_storage="200Gi"),
 }
 
+# Time-outs are for what hangs: far above what a shard or a training takes. Regeneration and extraction, which lose little with
+# a pod, are `interruptible` where they are declared and run on spot; nothing else does.
+
 # One engine replica or one trainer: a whole H200 each. A trainer that is given several runs one process on each
 # (train.processes: 0).
 ENGINE: dict[str, Any] = {
@@ -33,20 +50,52 @@ ENGINE: dict[str, Any] = {
     "limits": Resources(cpu="16", mem="128Gi", gpu="1", ephemeral_storage="400Gi"),
     "accelerator": H200,
     "shared_memory": "16Gi",
+    "timeout": timedelta(days=2),
 }
 TRAINER: dict[str, Any] = {
     "requests": Resources(cpu="16", mem="128Gi", gpu="1", ephemeral_storage="300Gi"),
     "limits": Resources(cpu="24", mem="192Gi", gpu="1", ephemeral_storage="400Gi"),
     "accelerator": H200,
     "shared_memory": "16Gi",
+    "timeout": timedelta(days=14),
+    "interruptible": False,
 }
 
 
-def replica_overrides(fanout: FanOutConfig) -> dict[str, Any]:
-    """What an engine task's node asks for instead of ENGINE: several GPUs for a split target, none beside a server."""
+def replica_overrides(fanout: FanOutConfig, resources: ResourcesConfig) -> dict[str, Any]:
+    """What the node of an engine task asks for: the recipe's GPUs, as many as a split target needs, none beside a server."""
+    spot = {"interruptible": resources.engine.spot}
     if fanout.server_urls:
-        return dict(CLIENT)
-    if fanout.tensor_parallel_size == 1:
-        return {}
-    gpus = str(fanout.tensor_parallel_size)
-    return {side: replace(ENGINE[side], gpu=gpus) for side in ("requests", "limits")}
+        return CLIENT | spot
+    return _gpu_pod(ENGINE, resources.engine, fanout.tensor_parallel_size) | spot
+
+
+def evaluation_overrides(resources: ResourcesConfig) -> dict[str, Any]:
+    """What the node of the evaluation asks for: one engine GPU, never on spot."""
+    return _gpu_pod(ENGINE, resources.engine, 1) | {"interruptible": False}
+
+
+def trainer_overrides(resources: ResourcesConfig) -> dict[str, Any]:
+    """What the trainer's node asks for."""
+    trainer = resources.trainer
+    return _gpu_pod(TRAINER, trainer, trainer.gpus) | {"interruptible": trainer.spot}
+
+
+def data_overrides(resources: ResourcesConfig) -> dict[str, Any]:
+    """What the nodes that fetch the target and prepare the data ask for."""
+    return _sides(DATA, resources.data) | {"interruptible": resources.data.spot}
+
+
+def _gpu_pod(group: dict[str, Any], asked: EngineResources | TrainerResources, gpus: int) -> dict[str, Any]:
+    # An override of quantities drops the task's own accelerator and shared memory: all are given.
+    return _sides(group, asked, gpu=str(gpus)) | {
+        "accelerator": getattr(accelerators, asked.accelerator),
+        "shared_memory": asked.shared_memory or group["shared_memory"],
+    }
+
+
+def _sides(group: dict[str, Any], asked: PodResources, **quantities: str) -> dict[str, Any]:
+    for name in ("cpu", "mem", "ephemeral_storage"):
+        if quantity := getattr(asked, name):
+            quantities[name] = quantity
+    return {side: replace(group[side], **quantities) for side in ("requests", "limits")}

@@ -23,18 +23,19 @@ from eagle3.config import (
     TrainConfig,
     VocabConfig,
 )
+from eagle3.resources import ResourcesConfig
 from workflows.tasks.build_vocab import build_vocab
 from workflows.tasks.collect_agent_traces import collect_agent_traces
 from workflows.tasks.describe_rows import describe_rows
-from workflows.tasks.evaluate_draft import evaluate_draft
+from workflows.tasks.evaluate_draft import evaluate_draft_node
 from workflows.tasks.export_draft import export_draft
 from workflows.tasks.extract_hidden_states import extract_hidden_states
-from workflows.tasks.fetch_target import fetch_target
-from workflows.tasks.prepare_data import prepare_data
+from workflows.tasks.fetch_target import fetch_target_node
+from workflows.tasks.prepare_data import prepare_data_node
 from workflows.tasks.regenerate_responses import regenerate_responses
 from workflows.tasks.resolve_inputs import resolve_inputs
 from workflows.tasks.summarize_run import summarize_run
-from workflows.tasks.train_draft import train_draft
+from workflows.tasks.train_draft import train_draft_node
 
 
 @workflow
@@ -51,6 +52,7 @@ def train_eagle3(
     export: ExportConfig = ExportConfig(),
     evaluate: EvaluateConfig = EvaluateConfig(),
     fanout: FanOutConfig = FanOutConfig(),
+    resources: ResourcesConfig = ResourcesConfig(),
     run_name: str = "train_eagle3",
 ) -> FlyteDirectory:
     """Train, export and measure an EAGLE-3 draft for a target on the target's own answers."""
@@ -64,8 +66,8 @@ def train_eagle3(
         evaluate=evaluate,
         train=train,
     )
-    model = fetch_target(target=target, ref=found.target, target_digest=found.target.digest)
-    prepared = prepare_data(
+    model = fetch_target_node(target=target, ref=found.target, target_digest=found.target.digest, resources=resources)
+    prepared = prepare_data_node(
         prompts=prompts,
         prompts_digest=found.prompts_digest,
         source_versions=found.source_versions,
@@ -75,6 +77,7 @@ def train_eagle3(
         target_digest=found.target.digest,
         data=data,
         regenerate=found.regenerate,
+        resources=resources,
     )
     chats = regenerate_responses(
         data=prepared,
@@ -86,8 +89,11 @@ def train_eagle3(
         init_digest=found.init_digest,
         extract=extract,
         fanout=fanout,
+        resources=resources,
     )
-    rows = collect_agent_traces(data=prepared, chats=chats, target=model, engine=engine, regenerate=regenerate, fanout=fanout)
+    rows = collect_agent_traces(
+        data=prepared, chats=chats, target=model, engine=engine, regenerate=regenerate, fanout=fanout, resources=resources
+    )
     draft_vocab = build_vocab(
         shards=rows,
         shards_digest=rows.digest,
@@ -97,8 +103,8 @@ def train_eagle3(
         init_from=found.init_from,
         init_digest=found.init_digest,
     )
-    states = extract_hidden_states(shards=rows, target=model, engine=engine, extract=extract, fanout=fanout)
-    checkpoint = train_draft(
+    states = extract_hidden_states(shards=rows, target=model, engine=engine, extract=extract, fanout=fanout, resources=resources)
+    checkpoint = train_draft_node(
         states=states,
         states_digest=states.digest,
         vocab=draft_vocab,
@@ -108,6 +114,7 @@ def train_eagle3(
         init_from=found.init_from,
         init_digest=found.init_digest,
         train=train,
+        resources=resources,
     )
     draft = export_draft(
         checkpoint=checkpoint,
@@ -119,7 +126,7 @@ def train_eagle3(
         public_name=found.public_name,
         export=export,
     )
-    evaluation = evaluate_draft(
+    evaluation = evaluate_draft_node(
         draft=draft,
         draft_digest=draft.digest,
         heldout=prepared.heldout,
@@ -128,6 +135,7 @@ def train_eagle3(
         target_digest=found.target.digest,
         engine=engine,
         evaluate=evaluate,
+        resources=resources,
     )
     described = describe_rows(shards=rows, shards_digest=rows.digest, target=model, target_digest=found.target.digest)
     return summarize_run(

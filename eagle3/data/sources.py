@@ -156,3 +156,12 @@ def _file_version(filesystem: Any, path: str) -> str:
     except OSError as e:
         raise ValueError(f"source {path} cannot be read ({e}); give a readable file") from e
     return sha.hexdigest()[:32]
+
+
+def source_files(source: SourceConfig) -> tuple[Any, list[str]]:
+    """File system and files that `read_source` reads, in order; none for a hub data set."""
+    path = source_path(source)
+    if hub_parts(path):
+        return None, []
+    filesystem, files, _ = _list_files(path)
+    return filesystem, files

@@ -14,11 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.config import TrainConfig
-from eagle3.draft.speculators import FLAGS, complete_config, expected_shapes, read_config, read_shapes, read_target_ids
+from eagle3.draft.speculators import (
+    FLAGS,
+    LAYER_TYPES,
+    complete_config,
+    expected_shapes,
+    read_config,
+    read_shapes,
+    read_target_ids,
+)
 from eagle3.shards import digest_of
 from eagle3.target.hub import download_from_hub, hub_commit
 from eagle3.target.properties import aux_layer_ids
-from eagle3.target.weights import LENGTH_DEPENDENT_ROPE, SUPPORTED_MODEL_TYPES
+from eagle3.target.weights import LENGTH_DEPENDENT_ROPE
 
 logger = logging.getLogger(__name__)
 FILES = ("config.json", "model.safetensors")
@@ -130,7 +138,7 @@ def _setting_faults(config: dict[str, Any], target: dict[str, Any], layer_ids: l
         yield f"its target and itself must have hidden_size {target['hidden_size']}, got {widths[0]} and {widths[1]}"
     if layer["vocab_size"] != target["vocab_size"]:
         yield f"its target must have vocab_size {target['vocab_size']}, got {layer['vocab_size']}"
-    if layer["model_type"] not in SUPPORTED_MODEL_TYPES or layer["num_hidden_layers"] != 1:
+    if layer["model_type"] not in LAYER_TYPES or layer["num_hidden_layers"] != 1:
         yield f"it must be one llama or qwen3 layer, got {layer['num_hidden_layers']} {layer['model_type']!r}"
     if layer.get("attention_bias") or layer.get("mlp_bias") or layer.get("hidden_act", "silu") != "silu":
         yield "it must have neither attention_bias nor mlp_bias, and hidden_act silu"

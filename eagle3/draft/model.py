@@ -1,4 +1,4 @@
-"""The draft: fc over the target's aux states, one decoder layer in the target's architecture, norm, head.
+"""The draft: fc over the target's aux states, one decoder layer (Qwen3's for Qwen3 targets, else Llama's), norm, head.
 
 Parameter names are those of the exported checkpoint. The layer follows vLLM's `llama_eagle3.py` and `qwen3_eagle3.py`:
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eagle3.config import TrainConfig
-from eagle3.draft.speculators import plain_name, read_config, read_target_ids
+from eagle3.draft.speculators import LAYER_TYPES, plain_name, read_config, read_target_ids
 from eagle3.target.weights import TargetTensors
 
 logger = logging.getLogger(__name__)
@@ -63,15 +63,42 @@ class DraftConfig:
 
 
 def layer_config(target: dict[str, Any]) -> dict[str, Any]:
-    """Hugging Face config of the draft's one layer, from the target's."""
+    """Hugging Face config of the draft's one layer, from the target's: a Qwen3 layer for a Qwen3 target, else a Llama layer."""
     from transformers import AutoConfig
 
+    if target["model_type"] not in LAYER_TYPES:
+        return _llama_layer_config(target)
     per_layer = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
     drop = (*per_layer, "model_type", "architectures", "_name_or_path", "auto_map", "quantization_config", "torch_dtype", "dtype")
     kept = {k: v for k, v in target.items() if k not in drop}
     kept |= {"num_hidden_layers": 1, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
     config: dict[str, Any] = AutoConfig.for_model(target["model_type"], **kept).to_dict()
     return config
+
+
+def _llama_layer_config(target: dict[str, Any]) -> dict[str, Any]:
+    """A Llama layer of the target's width, heads and RoPE; full attention, a dense MLP, no biases."""
+    from transformers import AutoConfig
+
+    # The target's own class fills in what its config.json leaves to defaults, such as gpt-oss's RoPE.
+    own = ("architectures", "_name_or_path", "auto_map", "quantization_config", "torch_dtype", "dtype")
+    whole = AutoConfig.for_model(**{k: v for k, v in target.items() if k not in own}).to_dict()
+    sizes = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+    others = ("rope_parameters", "rms_norm_eps", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
+    config: dict[str, Any] = AutoConfig.for_model(
+        "llama",
+        num_hidden_layers=1,
+        intermediate_size=_mlp_width(whole),
+        tie_word_embeddings=False,
+        **{key: whole[key] for key in (*sizes, *others) if key in whole},
+    ).to_dict()
+    return config
+
+
+def _mlp_width(target: dict[str, Any]) -> int:
+    """Inner width of the draft's MLP: the target's, or that of all the experts that one token passes together."""
+    width = int(target.get("moe_intermediate_size") or target["intermediate_size"])
+    return width * int(target.get("num_experts_per_tok") or 1)
 
 
 class RotaryTable(nn.Module):

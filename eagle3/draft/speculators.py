@@ -13,6 +13,9 @@ from torch import Tensor
 FLAG_DEFAULTS = {"norm_before_residual": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
 FLAGS = tuple(FLAG_DEFAULTS)
 
+# What vLLM builds the layer of an EAGLE-3 draft from (its eagle3_arch_map, same file).
+LAYER_TYPES = ("llama", "qwen3")
+
 # RoPE whose angles do not depend on max_position_embeddings.
 UNBOUNDED_ROPE = ("default", "linear", "llama3")
 

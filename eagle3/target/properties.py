@@ -37,8 +37,10 @@ def check_max_model_len(max_model_len: int, config: dict[str, Any]) -> None:
         config: the target's config.json.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    stretched = rope.get("factor", 1) if (rope.get("rope_type") or rope.get("type")) == "yarn" else 1
-    limit = int(config.get("max_position_embeddings", max_model_len) * stretched)
+    limit = int(config.get("max_position_embeddings", max_model_len))
+    if (rope.get("rope_type") or rope.get("type")) == "yarn":
+        # gpt-oss gives the stretched length as max_position_embeddings, older configs the length before.
+        limit = max(limit, int(rope.get("original_max_position_embeddings", limit) * rope.get("factor", 1)))
     if max_model_len > limit:
         raise ValueError(f"engine.max_model_len must not exceed the target's {limit} positions, got {max_model_len}; lower it")
 

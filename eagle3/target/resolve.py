@@ -22,6 +22,7 @@ FILE_PATTERNS = (
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.json", "*.jinja", "*.model",
 )  # fmt: skip
 IGNORED_PATTERNS = ("*/*", "consolidated*")
+WEIGHT_PATTERN = "*.safetensors"
 
 
 def target_kind(name: str) -> Literal["hub", "directory", "gguf"]:
@@ -98,6 +99,21 @@ def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:
         put_chat_template(out, template)
 
 
+def fetch_tokenizer(cfg: TargetConfig, out_dir: str | Path) -> None:
+    """Put what `fetch_target` does into `out_dir`, the weights left out: config, tokenizer, chat template; raises as it does."""
+    out, kind = Path(out_dir), target_kind(cfg.name)
+    out.mkdir(parents=True, exist_ok=True)
+    if kind == "hub":
+        patterns = [pattern for pattern in FILE_PATTERNS if pattern != WEIGHT_PATTERN]
+        download_from_hub("target", cfg.name, cfg.revision, out, patterns, IGNORED_PATTERNS)
+    elif kind == "gguf":
+        _convert_gguf(Path(cfg.name).expanduser().resolve(), out, with_weights=False)
+    else:
+        for file in _model_files(Path(cfg.name).expanduser().resolve()):
+            if not file.match(WEIGHT_PATTERN):
+                shutil.copyfile(file, out / file.name)
+
+
 def _model_files(directory: Path) -> list[Path]:
     found = {f for pattern in FILE_PATTERNS for f in directory.glob(pattern) if f.is_file() and not f.match("consolidated*")}
     return sorted(found)
@@ -108,23 +124,26 @@ def _file_digest(path: Path) -> str:
         return file_digest(f, "sha256").hexdigest()
 
 
-def _convert_gguf(path: Path, out: Path) -> None:
-    """Dequantise to bfloat16 safetensors and rebuild the tokenizer from the file's own metadata."""
+def _convert_gguf(path: Path, out: Path, with_weights: bool = True) -> None:
+    """Dequantise to bfloat16 safetensors and rebuild config and tokenizer from the file's own metadata."""
     try:
         import accelerate  # noqa: F401
         import gguf  # noqa: F401
     except ImportError as e:
         raise ValueError(f"target {path} needs the packages gguf and accelerate; pip install 'eagle3-flyte[gguf]'") from e
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    logger.info("converting %s to safetensors", path)
+    logger.info("converting %s to %s", path, "safetensors" if with_weights else "config and tokenizer")
     source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     with _gguf_read_once():
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **source
-        )
-        model.save_pretrained(out)
+        if with_weights:
+            model = AutoModelForCausalLM.from_pretrained(
+                path.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **source
+            )
+            model.save_pretrained(out)
+        else:
+            AutoConfig.from_pretrained(path.parent, **source).save_pretrained(out)
         AutoTokenizer.from_pretrained(path.parent, **source).save_pretrained(out)
 
 

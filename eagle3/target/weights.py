@@ -9,7 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen3")
+# Architectures whose logits are head(RMSNorm(last hidden state)), the gain as stored, nothing scaled or capped, and out of
+# which vLLM 0.32 hands aux states (SupportsEagle3). Gemma is not one of them: its gain is 1 + w, its embedding is scaled.
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -42,13 +45,25 @@ def check_target_dir(target_dir: str | Path) -> dict[str, Any]:
         raise ValueError(f"{root} holds no readable config.json ({e}); give a model directory, hub id or .gguf file") from e
     if not any(root.glob("*.safetensors")):
         raise ValueError(f"{root} holds no *.safetensors file; save it with save_pretrained, or give a hub id or .gguf file")
+    check_target_config(config, root)
+    return config
+
+
+def check_target_config(config: dict[str, Any], name: str | Path) -> None:
+    """Make sure that a draft can be built for a target of this config.json; `name` is what messages call it.
+
+    Raises:
+        ValueError: says what is not supported.
+    """
     if config.get("model_type") not in SUPPORTED_MODEL_TYPES:
-        known = " and ".join(SUPPORTED_MODEL_TYPES)
-        raise ValueError(f"{root} is a {config.get('model_type')!r} model; drafts can be trained for {known} targets")
+        known = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise ValueError(
+            f"{name} is a {config.get('model_type')!r} model; drafts can be trained for {known} targets: embedding, final norm "
+            "and head must be the plain ones of these; choose another target"
+        )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if (kind := rope.get("rope_type") or rope.get("type")) in LENGTH_DEPENDENT_ROPE:
-        raise ValueError(f"{root} uses {kind!r} RoPE, whose angles depend on the length; no draft can be trained for it yet")
-    return config
+        raise ValueError(f"{name} uses {kind!r} RoPE, whose angles depend on the length; no draft can be trained for it yet")
 
 
 def tensor_files(target_dir: str | Path) -> dict[str, Path]:
@@ -77,24 +92,34 @@ def read_tensor(target_dir: str | Path, files: dict[str, Path], name: str) -> Te
 
 
 def load_target_tensors(target_dir: str | Path, dtype: torch.dtype = torch.float32) -> TargetTensors:
-    """Load embedding, final norm and head.
+    """Load embedding, final norm and head; no other tensor is touched, whatever a quantised target stores there.
 
     Args:
         target_dir: directory with config.json and safetensors files (index or single file).
         dtype: the tensors are converted to this.
 
     Raises:
-        ValueError: if a tensor is missing or misshapen.
+        ValueError: if a tensor is missing, misshapen or quantised.
     """
     config = check_target_dir(target_dir)
     files = tensor_files(target_dir)
-    embedding = read_tensor(target_dir, files, "model.embed_tokens.weight").to(dtype)
-    norm_weight = read_tensor(target_dir, files, "model.norm.weight").to(dtype)
+    embedding = _read_floats(target_dir, files, "model.embed_tokens.weight").to(dtype)
+    norm_weight = _read_floats(target_dir, files, "model.norm.weight").to(dtype)
     tied = config.get("tie_word_embeddings", False)
-    head = embedding if tied else read_tensor(target_dir, files, "lm_head.weight").to(dtype)
+    head = embedding if tied else _read_floats(target_dir, files, "lm_head.weight").to(dtype)
     whole = (config["vocab_size"], config["hidden_size"])
     for name, tensor, shape in (("embedding", embedding, whole), ("head", head, whole), ("final norm", norm_weight, whole[1:])):
         if tensor.shape != shape:
             found = tuple(tensor.shape)
             raise ValueError(f"{target_dir}: {name} has shape {found}, config.json says {shape}; fetch the target again")
     return TargetTensors(config, embedding, norm_weight, config["rms_norm_eps"], head)
+
+
+def _read_floats(target_dir: str | Path, files: dict[str, Path], name: str) -> Tensor:
+    tensor = read_tensor(target_dir, files, name)
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"{target_dir}: {name} is stored as {tensor.dtype}; embedding, final norm and head must not be quantised, "
+            "take a target that keeps them in bfloat16"
+        )
+    return tensor

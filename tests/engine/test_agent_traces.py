@@ -15,6 +15,7 @@ from eagle3.config import DataConfig, EngineConfig, FanOutConfig, RegenerateConf
 from eagle3.data.chat import load_chat_tokenizer
 from eagle3.data.regenerate import accounts_text
 from eagle3.data.script import Script
+from eagle3.resources import ResourcesConfig
 from eagle3.shards import TokenRow, read_token_shard
 from eagle3.target import engine as target_engine
 from eagle3.target.engine import close_engines
@@ -88,7 +89,13 @@ def data(target: Target) -> PreparedData:
 def collect(data: PreparedData, target: Target) -> TokenShards:
     nothing = TokenShards([], "")
     traces: TokenShards = collect_agent_traces(
-        data=data, chats=nothing, target=target, engine=ENGINE, regenerate=GREEDY, fanout=FanOutConfig()
+        data=data,
+        chats=nothing,
+        target=target,
+        engine=ENGINE,
+        regenerate=GREEDY,
+        fanout=FanOutConfig(),
+        resources=ResourcesConfig(),
     )
     return traces
 

@@ -1,6 +1,7 @@
 """What a target's name stands for: identity by content, copies of what an engine reads, errors that name path and remedy."""
 
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from eagle3.config import TargetConfig
-from eagle3.target.resolve import fetch_target, identify_target
+from eagle3.target import resolve
+from eagle3.target.resolve import fetch_target, fetch_tokenizer, identify_target
 
 REMEDIES = {
     "absent.gguf": "no such GGUF file",
@@ -49,6 +51,18 @@ def test_only_what_an_engine_reads_is_fetched_and_fetching_twice_is_harmless(tmp
         fetch_target(cfg, tmp_path / "out")
     found = {f.name for f in (tmp_path / "out").iterdir()}
     assert found == {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"}
+
+
+def test_config_and_tokenizer_are_fetched_without_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch_tokenizer(TargetConfig(name=str(write_target(tmp_path / "tiny"))), tmp_path / "out")
+    assert {f.name for f in (tmp_path / "out").iterdir()} == {"config.json", "tokenizer.json", "chat_template.jinja"}
+    asked = []
+    monkeypatch.setattr(resolve, "download_from_hub", lambda *args: asked.append(args))
+    fetch_tokenizer(TargetConfig(name="org/model", revision="0123"), tmp_path / "hub")
+    ((_, name, revision, _, patterns, _),) = asked
+    assert (name, revision) == ("org/model", "0123")
+    assert not any(fnmatch("model-00001-of-00002.safetensors", pattern) for pattern in patterns)
+    assert {"config.json", "tokenizer*", "*.jinja", "*.safetensors.index.json"} <= set(patterns)
 
 
 @pytest.mark.parametrize(("name", "said"), REMEDIES.items())

@@ -56,5 +56,5 @@ def test_rope_that_depends_on_the_length_is_refused(tmp_path: Path, key: str, ki
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a 'gemma3' model; drafts can be trained for llama and qwen3"):
+    with pytest.raises(ValueError, match="is a 'gemma3' model; drafts can be trained for llama, mistral, qwen2"):
         check_target_dir(write_target(tmp_path, tensors(), model_type="gemma3"))

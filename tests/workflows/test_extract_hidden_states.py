@@ -14,10 +14,10 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from eagle3.config import EngineConfig, ExtractConfig, FanOutConfig
+from eagle3.resources import ResourcesConfig
 from eagle3.target import engine as target_engine
 from workflows import store
 from workflows.interfaces import HiddenStateShards, Target, TokenShard, TokenShards
-from workflows.resources import replica_overrides
 from workflows.tasks import extract_hidden_states as extraction
 
 ENGINE, EXTRACT = EngineConfig(engine="transformers"), ExtractConfig(layer_ids=[1])
@@ -59,7 +59,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def extract(shards: TokenShards, target: Target, **fanout: Any) -> HiddenStateShards:
     found: HiddenStateShards = extraction.extract_hidden_states(
-        shards=shards, target=target, engine=ENGINE, extract=EXTRACT, fanout=FanOutConfig(**fanout)
+        resources=ResourcesConfig(), shards=shards, target=target, engine=ENGINE, extract=EXTRACT, fanout=FanOutConfig(**fanout)
     )
     return found
 
@@ -155,12 +155,6 @@ def test_a_second_process_waits_for_a_place(workplace: Path, monkeypatch: pytest
     with store.keyed_place("states", "busy") as again:
         assert again == place
     assert waits == [1]
-
-
-def test_nodes_of_a_split_target_ask_for_its_gpus_and_clients_for_none() -> None:
-    assert replica_overrides(FanOutConfig()) == {}
-    assert {side.gpu for side in replica_overrides(FanOutConfig(tensor_parallel_size=4)).values()} == {"4"}
-    assert {side.gpu for side in replica_overrides(FanOutConfig(server_urls=["http://a"])).values()} == {"0"}
 
 
 def test_a_tolerant_lane_survives_any_failure_under_one_name() -> None:

@@ -1,5 +1,6 @@
 """Recipes: the shipped ones fit the workflow, and what does not fit is refused before anything runs."""
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -8,7 +9,12 @@ import yaml
 from flyte_runs import ROOT, pyflyte_run, write_prompts, write_recipe
 
 from eagle3.config import StageConfig
+from eagle3.estimates import Workload
+from eagle3.plan import PodDisks, RunSettings, check_settings, make_plan
+from eagle3.resources import quantity_bytes
+from tests.configs import GPT_OSS_20B, LLAMA31_8B, QWEN3_8B, QWEN3_30B_A3B
 from workflows import journal
+from workflows.resources import DATA, ENGINE, TRAINER
 from workflows.train_eagle3 import train_eagle3
 
 
@@ -28,6 +34,58 @@ def test_shipped_recipes_fit_the_workflow(path: Path) -> None:
             assert (ROOT / value).exists()
         elif issubclass(kind, StageConfig):
             kind(**value)
+
+
+TARGETS = {
+    "llama31_8b_h200": LLAMA31_8B,
+    "qwen3_8b_h200": QWEN3_8B,
+    "qwen3_30b_a3b_h200": QWEN3_30B_A3B,
+    "gpt_oss_20b_h200": GPT_OSS_20B,
+}
+ROWS, PROMPT_TOKENS, ANSWER_TOKENS = 50_000, 200, 1_000
+
+
+def settings_of(name: str) -> RunSettings:
+    blocks = yaml.safe_load((ROOT / f"workflows/recipes/{name}.yaml").read_text())
+    kinds = get_type_hints(train_eagle3._workflow_function)
+    return RunSettings(**{field.name: kinds[field.name](**blocks.get(field.name, {})) for field in fields(RunSettings)})
+
+
+def test_every_recipe_for_a_cluster_is_checked_against_its_target() -> None:
+    assert TARGETS.keys() == {path.stem for path in (ROOT / "workflows/recipes").glob("*_h200.yaml")}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_no_stage_would_refuse_a_shipped_recipe(name: str) -> None:
+    disks = [quantity_bytes(group["limits"].ephemeral_storage) for group in (DATA, ENGINE, TRAINER)]
+    check_settings(settings_of(name), TARGETS[name], name, PodDisks(*disks))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_recipes_comment_states_what_the_plan_works_out(name: str) -> None:
+    cfg = settings_of(name)
+    tokens = ROWS * (PROMPT_TOKENS + ANSWER_TOKENS)
+    work = Workload(
+        rows=ROWS,
+        shards=-(-ROWS // cfg.data.rows_per_shard),
+        waiting_rows=ROWS,
+        prompt_tokens=ROWS * PROMPT_TOKENS,
+        new_tokens=ROWS * ANSWER_TOKENS,
+        tokens=tokens,
+        supervised=ROWS * ANSWER_TOKENS,
+        max_tokens=tokens,
+        max_supervised=tokens,
+    )
+    plan = make_plan(cfg, TARGETS[name], name, [], 200, work)
+    fp8 = make_plan(replace(cfg, extract=cfg.extract.model_copy(update={"encoding": "fp8"})), TARGETS[name], name, [], 200, work)
+    comment = (ROOT / f"workflows/recipes/{name}.yaml").read_text().partition("run_name:")[0]
+    parts = ", ".join(f"{stage.gpu_hours:.1f} {stage.stage}" for stage in plan.stages)
+    for said in (
+        "estimates and not measurements",
+        f"{plan.state_bytes / 1e12:.2f} TB compressed, {fp8.state_bytes / 1e12:.2f} TB with",
+        f"{sum(s.gpu_hours for s in plan.stages):.1f} GPU-hours: {parts}; {sum(s.hours for s in plan.stages):.1f} hours",
+    ):
+        assert said in comment
 
 
 @pytest.mark.parametrize(

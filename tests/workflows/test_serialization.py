@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 from flyte_runs import ROOT
 from flyteidl.admin.task_pb2 import TaskSpec
+from flyteidl.admin.workflow_pb2 import WorkflowSpec
+from flyteidl.core.tasks_pb2 import Resources
+
+from workflows import table
 
 UNCACHED = {
     "resolve_inputs",
@@ -20,13 +24,18 @@ UNCACHED = {
     "summarize_run",
     "report_data",
     "show_data",
+    "plan_run",
+    "fetch_target_node",
+    "prepare_data_node",
+    "train_draft_node",
+    "evaluate_draft_node",
 }
 ON_GPU = {"regenerate_shard", "collect_shard", "extract_shard", "train_draft", "evaluate_draft"}
 
 
 @pytest.fixture(scope="module")
-def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Task templates by function name, packaged from a directory that is not the repository's."""
+def packaged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Everything that is packaged, by file name, from a directory that is not the repository's."""
     path = tmp_path_factory.mktemp("package")
     program = "from flytekit.clis.sdk_in_container.pyflyte import main; main()"
     command = [sys.executable, "-c", program, "--pkgs", "workflows", "package", "--fast"]
@@ -37,12 +46,67 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found = {}
     with tarfile.open(path / "package.tgz") as package:
         for member in package.getmembers():
-            if member.name.endswith("_1.pb"):
+            if member.name.endswith(".pb"):
                 file = package.extractfile(member)
                 assert file is not None
-                template = TaskSpec.FromString(file.read()).template
-                found[template.id.name.rsplit(".", 1)[-1]] = template
+                found[member.name] = file.read()
     return found
+
+
+@pytest.fixture(scope="module")
+def templates(packaged: dict[str, bytes]) -> dict[str, Any]:
+    """Task templates by function name."""
+    found = [TaskSpec.FromString(content).template for name, content in packaged.items() if name.endswith("_1.pb")]
+    return {template.id.name.rsplit(".", 1)[-1]: template for template in found}
+
+
+def test_every_workflow_is_packaged(packaged: dict[str, bytes]) -> None:
+    specs = [WorkflowSpec.FromString(content) for name, content in packaged.items() if name.endswith("_2.pb")]
+    names = {spec.template.id.name for spec in specs}
+    assert names == {f"workflows.{name}" for name in ("train_eagle3.train_eagle3", "prepare_data.prepare_shards", "plan.plan")}
+    for spec in specs:
+        assert "resources" in spec.template.interface.inputs.variables
+
+
+def row_of_template(template: Any) -> table.Row:
+    """A table's row read from what the cluster gets."""
+    sides = []
+    for side in (template.container.resources.requests, template.container.resources.limits):
+        amounts = {Resources.ResourceName.Name(entry.name): entry.value for entry in side}
+        assert all(isinstance(amount, str) for amount in amounts.values())
+        disk = amounts.pop("EPHEMERAL_STORAGE")
+        sides.append(table.quantities_text(amounts.pop("CPU"), amounts.pop("MEMORY"), disk, amounts.pop("GPU", None)))
+        assert not amounts
+    meta = template.metadata
+    assert meta.WhichOneof("interruptible_value") == "interruptible"
+    assert meta.timeout.seconds > 0
+    return table.Row(
+        task=f"`{template.id.name.rsplit('.', 1)[-1]}`",
+        image=template.container.image.removeprefix("ghcr.io/acme/eagle3-").partition(":")[0],
+        requests=sides[0],
+        limits=sides[1],
+        accelerator=template.extended_resources.gpu_accelerator.device or "-",
+        cache=meta.discovery_version or "-",
+        retries=str(meta.retries.retries),
+        timeout=table.timeout_text(meta.timeout.ToTimedelta()),
+        interruptible="yes" if meta.interruptible else "no",
+    )
+
+
+def test_every_task_is_serialised_as_the_readmes_table_says(templates: dict[str, Any]) -> None:
+    rows = {row.task: row for row in map(table.row_of, table.TASKS)}
+    assert rows == {row.task: row for row in map(row_of_template, templates.values())}
+
+
+def test_the_readmes_table_is_the_generated_one() -> None:
+    section = (ROOT / "README.md").read_text().partition("\n## Tasks\n")[2].partition("\n## ")[0]
+    assert table.render() == "\n".join(line for line in section.splitlines() if line.startswith("|"))
+
+
+def test_only_regeneration_and_extraction_run_on_spot(templates: dict[str, Any]) -> None:
+    spot = {name for name, template in templates.items() if template.metadata.interruptible}
+    assert spot == {"regenerate_shard", "collect_shard", "extract_shard"}
+    assert all(templates[name].metadata.retries.retries for name in spot)
 
 
 def test_every_task_is_packaged(templates: dict[str, Any]) -> None:
@@ -86,4 +150,4 @@ def test_no_path_is_in_a_cache_key(templates: dict[str, Any]) -> None:
             title = dict(kind.metadata).get("title", "") if kind.HasField("metadata") else ""
             assert not kind.HasField("blob"), (name, key)
             assert not title or title.endswith("Config"), (name, key)
-            assert title != "TargetConfig", (name, key)
+            assert title not in ("TargetConfig", "ResourcesConfig", "FanOutConfig"), (name, key)

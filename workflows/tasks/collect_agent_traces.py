@@ -6,9 +6,10 @@ from flytekit import Cache, dynamic, task
 
 import images
 from eagle3.config import EngineConfig, FanOutConfig, RegenerateConfig
+from eagle3.resources import ResourcesConfig
 from workflows.answering import answer_shard, answering_key, in_lanes
 from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
-from workflows.resources import ENGINE, LIGHT
+from workflows.resources import DYNAMIC, ENGINE
 from workflows.stage import stage
 from workflows.tasks.gather_token_shards import gather_token_shards
 
@@ -33,7 +34,7 @@ def collect_shard(
     return answer_shard(NAME, key, shard, target, engine, regenerate, server_url, tensor_parallel_size)
 
 
-@dynamic(container_image=images.CPU, **LIGHT)
+@dynamic(container_image=images.CPU, **DYNAMIC)
 def collect_agent_traces(
     data: PreparedData,
     chats: TokenShards,
@@ -41,8 +42,9 @@ def collect_agent_traces(
     engine: EngineConfig,
     regenerate: RegenerateConfig,
     fanout: FanOutConfig,
+    resources: ResourcesConfig,
 ) -> TokenShards:
     """Let the target play every tool task, `fanout.replicas` shards at a time; returns the shards of chats and, behind, these."""
     inputs = {"target": target, "target_digest": target.digest, "engine": engine, "regenerate": regenerate}
-    traces = in_lanes(data.tool_tasks, collect_shard, fanout, **inputs)
+    traces = in_lanes(data.tool_tasks, collect_shard, fanout, resources, **inputs)
     return cast(TokenShards, gather_token_shards(stage=NAME, before=chats.shards, shards=traces))

@@ -10,9 +10,10 @@ from flytekit.types.directory import FlyteDirectory
 
 import images
 from eagle3.config import EngineConfig, ExtractConfig, FanOutConfig
+from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
-from workflows.resources import ENGINE, LIGHT, replica_overrides
+from workflows.resources import DYNAMIC, ENGINE, LIGHT, replica_overrides
 from workflows.stage import stage
 
 logger = logging.getLogger("eagle3")
@@ -95,9 +96,14 @@ def gather_hidden_states(
     return HiddenStateShards(ordered, ordered[0].layer_ids, store.digest_of_digests(shard.digest for shard in ordered))
 
 
-@dynamic(container_image=images.CPU, **LIGHT)
+@dynamic(container_image=images.CPU, **DYNAMIC)
 def extract_hidden_states(
-    shards: TokenShards, target: Target, engine: EngineConfig, extract: ExtractConfig, fanout: FanOutConfig
+    shards: TokenShards,
+    target: Target,
+    engine: EngineConfig,
+    extract: ExtractConfig,
+    fanout: FanOutConfig,
+    resources: ResourcesConfig,
 ) -> HiddenStateShards:
     """Run every shard through the target, in as many lanes as there are replicas or servers.
 
@@ -113,36 +119,37 @@ def extract_hidden_states(
         "extract": extract,
         "tensor_parallel_size": fanout.tensor_parallel_size,
     }
+    overrides = replica_overrides(fanout, resources)
     lanes: list[Any] = []
     for i in range(num_lanes):
         common["server_url"] = fanout.server_urls[i] if fanout.server_urls else ""
         lane = shards.shards[i::num_lanes]
         if fanout.min_success_ratio == 1:
-            lanes.append(_strict_lane(lane, common, fanout))
+            lanes.append(_strict_lane(lane, common, overrides))
         elif store.is_local():
             lanes.append([_local_attempt(shard, common) for shard in lane])
         else:
-            lanes.append(_tolerant_lane(lane, common, fanout))
+            lanes.append(_tolerant_lane(lane, common, overrides))
     return cast(HiddenStateShards, gather_hidden_states(shards=shards, lanes=lanes, fanout=fanout))
 
 
-def _strict_lane(lane: list[TokenShard], common: dict[str, Any], fanout: FanOutConfig) -> list[Any]:
+def _strict_lane(lane: list[TokenShard], common: dict[str, Any], overrides: dict[str, Any]) -> list[Any]:
     """One node a shard, one after the other."""
     nodes: list[Any] = []
     for shard in lane:
         node = extract_shard(shard=shard, shard_digest=shard.digest, **common)
         if not store.is_local():
-            node.with_overrides(**replica_overrides(fanout))
+            node.with_overrides(**overrides)
         if nodes:
             nodes[-1] >> node
         nodes.append(node)
     return nodes
 
 
-def _tolerant_lane(lane: list[TokenShard], common: dict[str, Any], fanout: FanOutConfig) -> Any:
+def _tolerant_lane(lane: list[TokenShard], common: dict[str, Any], overrides: dict[str, Any]) -> Any:
     """One map node, which a failed shard does not fail."""
     run_lane = map_task(functools.partial(extract_shard, **common), **LANE)
-    return run_lane(shard=lane, shard_digest=[shard.digest for shard in lane]).with_overrides(**replica_overrides(fanout))
+    return run_lane(shard=lane, shard_digest=[shard.digest for shard in lane]).with_overrides(**overrides)
 
 
 def _local_attempt(shard: TokenShard, common: dict[str, Any]) -> Any:

@@ -1,13 +1,18 @@
-"""The target as one directory: config, tokenizer, safetensors."""
+"""The target as one directory: config, tokenizer, safetensors; or without its weights, where they are not needed."""
 
-from flytekit import Cache, task
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from flytekit import Cache, dynamic, task
 from flytekit.types.directory import FlyteDirectory
 
 import images
 from eagle3.config import TargetConfig
+from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import Target, TargetRef
-from workflows.resources import DATA
+from workflows.resources import DATA, DYNAMIC, LIGHT, data_overrides
 from workflows.stage import stage
 
 
@@ -19,13 +24,39 @@ def fetch_target(target: TargetConfig, ref: TargetRef, target_digest: str) -> Ta
 
     out = store.new_dir("target")
     fetch_target(target.model_copy(update={"revision": ref.revision}), str(out))  # the commit that the digest stands for
-    config = check_target_dir(out)
+    return _as_target(ref, target_digest, out, check_target_dir(out))
+
+
+@task(container_image=images.CPU, cache=Cache(version="1", ignored_inputs=("target", "ref")), retries=2, **LIGHT)
+@stage
+def fetch_tokenizer(target: TargetConfig, ref: TargetRef, target_digest: str) -> Target:
+    """The same target, its directory without weights: enough to prepare the data and to plan a run."""
+    from eagle3.target.resolve import fetch_tokenizer
+    from eagle3.target.weights import check_target_config
+
+    out = store.new_dir("tokenizer")
+    fetch_tokenizer(target.model_copy(update={"revision": ref.revision}), str(out))
+    config = json.loads((out / "config.json").read_text())
+    check_target_config(config, ref.name)
+    return _as_target(ref, target_digest, out, config)
+
+
+def _as_target(ref: TargetRef, target_digest: str, directory: Path, config: dict[str, Any]) -> Target:
     return Target(
         name=ref.name,
         revision=ref.revision,
         digest=target_digest,
-        directory=FlyteDirectory(str(out)),
+        directory=FlyteDirectory(str(directory)),
         num_layers=config["num_hidden_layers"],
         vocab_size=config["vocab_size"],
         hidden_size=config["hidden_size"],
     )
+
+
+@dynamic(container_image=images.CPU, **DYNAMIC)
+def fetch_target_node(target: TargetConfig, ref: TargetRef, target_digest: str, resources: ResourcesConfig) -> Target:
+    """fetch_target on the pod that the recipe asks for."""
+    node: Any = fetch_target(target=target, ref=ref, target_digest=target_digest)
+    if not store.is_local():
+        node.with_overrides(**data_overrides(resources))
+    return cast(Target, node)

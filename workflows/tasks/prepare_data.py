@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from flytekit import Cache, Deck, dynamic, task
 from flytekit.types.directory import FlyteDirectory
@@ -10,9 +10,10 @@ from flytekit.types.file import FlyteFile
 
 import images
 from eagle3.config import DataConfig, SourceConfig, VocabConfig
+from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
-from workflows.resources import DATA, LIGHT
+from workflows.resources import DATA, DYNAMIC, LIGHT, data_overrides
 from workflows.stage import stage
 from workflows.summary import data_text, run_dir, write_data_report
 from workflows.tasks.describe_rows import describe_rows
@@ -66,7 +67,7 @@ def prepare_data(
     return PreparedData(shards, tool_tasks, shard(0, files.heldout), FlyteFile(str(report)))
 
 
-@dynamic(container_image=images.CPU, **LIGHT)
+@dynamic(container_image=images.CPU, **DYNAMIC)
 def report_data(run_name: str, data: PreparedData, target: Target, vocab: VocabConfig, init_from: str) -> PreparedData:
     """Show what was prepared; rows that have answers already are counted by token, so that the draft vocabulary can be judged."""
     answered = [shard for shard in [*data.shards, *data.tool_tasks] if shard.supervised_tokens]
@@ -75,6 +76,36 @@ def report_data(run_name: str, data: PreparedData, target: Target, vocab: VocabC
         shards = TokenShards(answered, store.digest_of_digests(shard.digest for shard in answered))
         described = describe_rows(shards=shards, shards_digest=shards.digest, target=target, target_digest=target.digest)
     return cast(PreparedData, show_data(run_name=run_name, data=data, described=described, vocab=vocab, init_from=init_from))
+
+
+@dynamic(container_image=images.CPU, **DYNAMIC)
+def prepare_data_node(
+    prompts: FlyteFile | None,
+    prompts_digest: str,
+    source_versions: list[str],
+    heldout: FlyteFile,
+    heldout_digest: str,
+    target: Target,
+    target_digest: str,
+    data: DataConfig,
+    regenerate: bool,
+    resources: ResourcesConfig,
+) -> PreparedData:
+    """prepare_data on the pod that the recipe asks for."""
+    node: Any = prepare_data(
+        prompts=prompts,
+        prompts_digest=prompts_digest,
+        source_versions=source_versions,
+        heldout=heldout,
+        heldout_digest=heldout_digest,
+        target=target,
+        target_digest=target_digest,
+        data=data,
+        regenerate=regenerate,
+    )
+    if not store.is_local():
+        node.with_overrides(**data_overrides(resources))
+    return cast(PreparedData, node)
 
 
 @task(container_image=images.CPU, enable_deck=True, deck_fields=(), **LIGHT)

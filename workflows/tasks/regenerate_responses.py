@@ -7,11 +7,12 @@ from flytekit import Cache, dynamic, task
 
 import images
 from eagle3.config import EngineConfig, ExtractConfig, FanOutConfig, RegenerateConfig, VocabConfig
+from eagle3.resources import ResourcesConfig
 from eagle3.target.properties import aux_layer_ids
 from workflows import store
 from workflows.answering import answer_shard, answering_key, in_lanes
 from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
-from workflows.resources import ENGINE, LIGHT
+from workflows.resources import DYNAMIC, ENGINE
 from workflows.stage import stage
 from workflows.tasks.gather_token_shards import gather_token_shards
 
@@ -52,7 +53,7 @@ def _check_initial(init_from: str, init_digest: str, target: Target, layer_ids: 
     check_settings(read_settings(init_from, init_digest, config), config, layer_ids)
 
 
-@dynamic(container_image=images.CPU, **LIGHT)
+@dynamic(container_image=images.CPU, **DYNAMIC)
 def regenerate_responses(
     data: PreparedData,
     target: Target,
@@ -63,6 +64,7 @@ def regenerate_responses(
     init_digest: str,
     extract: ExtractConfig,
     fanout: FanOutConfig,
+    resources: ResourcesConfig,
 ) -> TokenShards:
     """Let the target answer every chat, `fanout.replicas` shards at a time; without regeneration the shards pass as they are.
 
@@ -79,5 +81,5 @@ def regenerate_responses(
     if not regenerate.enabled:
         return cast(TokenShards, gather_token_shards(stage=NAME, before=data.shards, shards=[]))
     inputs = {"target": target, "target_digest": target.digest, "engine": engine, "regenerate": regenerate}
-    answered = in_lanes(data.shards, regenerate_shard, fanout, **inputs)
+    answered = in_lanes(data.shards, regenerate_shard, fanout, resources, **inputs)
     return cast(TokenShards, gather_token_shards(stage=NAME, before=[], shards=answered))

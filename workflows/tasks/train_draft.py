@@ -3,16 +3,18 @@
 import json
 import tempfile
 from pathlib import Path
+from typing import Any, cast
 
-from flytekit import Cache, task
+from flytekit import Cache, dynamic, task
 from flytekit.types.directory import FlyteDirectory
 
 import images
 from eagle3.config import TrainConfig
+from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import DraftCheckpoint, DraftVocab, HiddenStateShards, Target
 from workflows.live import AttemptCheckpoint, LiveDeck
-from workflows.resources import TRAINER
+from workflows.resources import DYNAMIC, TRAINER, trainer_overrides
 from workflows.stage import stage
 
 CACHE = Cache(version="2", ignored_inputs=("states", "vocab", "target", "init_from"))
@@ -78,3 +80,33 @@ def _fetch_initial(init_from: str, digest: str, target_dir: str, layer_ids: list
     fetch_initial(init_from, digest, target, out)
     check_initial(out, target, layer_ids)
     warn_of_overrides(out, cfg)
+
+
+@dynamic(container_image=images.CPU, **DYNAMIC)
+def train_draft_node(
+    states: HiddenStateShards,
+    states_digest: str,
+    vocab: DraftVocab,
+    vocab_digest: str,
+    target: Target,
+    target_digest: str,
+    init_from: str,
+    init_digest: str,
+    train: TrainConfig,
+    resources: ResourcesConfig,
+) -> DraftCheckpoint:
+    """train_draft on the pod that the recipe asks for."""
+    node: Any = train_draft(
+        states=states,
+        states_digest=states_digest,
+        vocab=vocab,
+        vocab_digest=vocab_digest,
+        target=target,
+        target_digest=target_digest,
+        init_from=init_from,
+        init_digest=init_digest,
+        train=train,
+    )
+    if not store.is_local():
+        node.with_overrides(**trainer_overrides(resources))
+    return cast(DraftCheckpoint, node)

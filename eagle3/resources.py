@@ -1,0 +1,87 @@
+"""What a recipe may ask of the cluster for each kind of pod, and what a plan has to know of the accelerators.
+
+Nothing here decides a result, so none of it is in a cache key.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from eagle3.config import StageConfig
+
+# Names as in flytekit.extras.accelerators.
+AcceleratorName = Literal["H200", "H100", "A100", "A100_80GB", "RTX_PRO_6000", "L40S", "L4", "A10G", "V100", "T4"]
+Quantity = Annotated[str, Field(pattern=r"^(\d+(\.\d+)?(m|[KMGT]i?)?)?$")]
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One GPU by its data sheet: memory, GB; dense bfloat16 (V100, T4: float16) peak, TFLOP/s; speed of the memory, GB/s."""
+
+    memory_gb: float
+    tflops: float
+    bandwidth_gb_s: float
+
+
+ACCELERATORS: dict[str, Accelerator] = {
+    "H200": Accelerator(141, 989, 4800),
+    "H100": Accelerator(80, 989, 3350),
+    "A100": Accelerator(40, 312, 1555),
+    "A100_80GB": Accelerator(80, 312, 2039),
+    "RTX_PRO_6000": Accelerator(96, 252, 1792),
+    "L40S": Accelerator(48, 362, 864),
+    "L4": Accelerator(24, 121, 300),
+    "A10G": Accelerator(24, 70, 600),
+    "V100": Accelerator(16, 125, 900),
+    "T4": Accelerator(16, 65, 320),
+}
+
+
+class PodResources(StageConfig):
+    """Quantities as Kubernetes writes them, requested and set as the limit; empty keeps those of workflows/resources.py."""
+
+    cpu: Quantity = Field(default="", description='cores, for example "8"')
+    mem: Quantity = Field(default="", description='memory, for example "96Gi"')
+    ephemeral_storage: Quantity = Field(default="", description='local disk, for example "400Gi"')
+
+
+class EngineResources(PodResources):
+    """Pods that run the target; their number of GPUs is fanout.tensor_parallel_size."""
+
+    accelerator: AcceleratorName = Field(default="H200", description="GPU model, by its name in flytekit.extras.accelerators")
+    shared_memory: Quantity = Field(default="", description='size of /dev/shm, for example "16Gi"')
+    spot: bool = Field(default=True, description="regeneration and extraction may lose their pods; evaluation never runs on spot")
+
+
+class TrainerResources(PodResources):
+    """The pod that trains."""
+
+    accelerator: AcceleratorName = Field(default="H200", description="GPU model, by its name in flytekit.extras.accelerators")
+    shared_memory: Quantity = Field(default="", description='size of /dev/shm, for example "16Gi"')
+    gpus: int = Field(default=1, ge=1, description="GPUs, one process on each; train.packs_per_step is a multiple of them")
+    spot: bool = Field(default=False, description="training may lose its pod; it goes on from its last checkpoint, three times")
+
+
+class DataResources(PodResources):
+    """Pods that fetch the target and prepare the data."""
+
+    spot: bool = Field(default=False, description="these pods may be lost; what they were doing starts again")
+
+
+class ResourcesConfig(StageConfig):
+    """What the pods of a run ask for. In no cache key. Node labels are not among it: they need a pod template, and so a package
+    that the images do not have."""
+
+    engine: EngineResources = Field(default=EngineResources(), description="regenerate, extract and evaluate")
+    trainer: TrainerResources = Field(default=TrainerResources(), description="train")
+    data: DataResources = Field(default=DataResources(), description="fetching the target, and prepare")
+
+
+SUFFIXES = {"": 1, "m": 1e-3} | {k + i: (1024 if i else 1000) ** (n + 1) for n, k in enumerate("KMGT") for i in ("", "i")}
+
+
+def quantity_bytes(quantity: str) -> int:
+    """Bytes of a Kubernetes quantity such as "400Gi"."""
+    number = quantity.rstrip("mKMGTi")
+    return int(float(number) * SUFFIXES[quantity[len(number) :]])

@@ -1,0 +1,128 @@
+"""The plan workflow on a run's own recipe: no weights, what is cached, what is refused, one key with prepare."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from flyte_runs import pyflyte_run, write_prompts, write_recipe
+
+from workflows import journal, store
+
+
+class Planner:
+    """Plans and runs of one recipe in one workplace."""
+
+    def __init__(self, workplace: Path, target: Path) -> None:
+        self.workplace, self.target = workplace, target
+
+    def recipe(self, **blocks: Any) -> Path:
+        prompts = write_prompts(self.workplace / "prompts.jsonl", 0, 10)
+        return write_recipe(self.workplace / "recipe.yaml", self.target, prompts, **blocks)
+
+    def plan(self, **blocks: Any) -> tuple[dict[str, Any], Result]:
+        result = pyflyte_run(self.recipe(**blocks), "plan.py", "plan")
+        assert result.exit_code == 0, (result.output, result.exception)
+        made: dict[str, Any] = json.loads((self.workplace / "runs/tiny/plan.json").read_text())
+        return made, result
+
+
+@pytest.fixture(scope="module")
+def planner(workplace: Path, tiny_target: Path) -> Planner:
+    return Planner(workplace, tiny_target)
+
+
+def test_a_plan_counts_rows_and_tokens_and_shows_its_assumptions(planner: Planner) -> None:
+    start = time.monotonic()
+    made, result = planner.plan()
+    assert time.monotonic() - start < 30
+    assert (made["work"]["rows"], made["work"]["shards"], made["heldout"]) == (10, 3, 2)
+    assert made["work"]["max_supervised"] == 10 * 12
+    assert made["sources"][0]["basis"] == "counted"
+    assert made["cached"]["prepare"] == "not yet"
+    for text in ("10 in 3 shards", "estimates, not measurements", "assumed:", "tiny/bytes"):
+        assert text in result.output
+    assert not list(store.root().glob("tokenizer-*/*.safetensors"))
+    assert list(store.root().glob("tokenizer-*/config.json"))
+
+
+def test_prepare_alone_and_the_whole_run_share_one_cache_entry(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """prepare_shards fetches no weights; the driver, which does, still finds its shards, and so does the plan."""
+    from eagle3.target import engine
+
+    def far_enough(*_: Any, **__: Any) -> None:
+        raise RuntimeError("far enough")
+
+    assert pyflyte_run(planner.recipe(), "prepare_data.py", "prepare_shards").exit_code == 0
+    assert [e.cached for e in journal.entries() if e.stage == "prepare_data"] == [False]
+    assert not list(store.root().glob("target-*"))
+    monkeypatch.setattr(engine, "generate", far_enough)
+    assert pyflyte_run(planner.recipe()).exit_code != 0
+    assert [e.cached for e in journal.entries() if e.stage == "prepare_data"] == [True]
+    assert list(store.root().glob("target-*/*.safetensors"))
+    assert planner.plan()[0]["cached"]["prepare"] == "yes"
+
+
+@pytest.mark.slow
+def test_a_plan_knows_what_a_finished_run_left_in_the_cache(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    from eagle3.evaluation import benchmark
+    from eagle3.training import launch
+    from eagle3.training.loop import train
+
+    def evaluate(target_dir: str, export_dir: str, heldout_path: str, engine: Any, cfg: Any, out_path: str) -> dict[str, Any]:
+        figures: dict[str, Any] = dict.fromkeys(("acceptance_length", "trainer_acceptance_length"), 1.5)
+        figures |= {"acceptance_by_position": [0.5, 0.0, 0.0], "outputs_identical": True}
+        figures |= {"tokens_per_s": {"with_draft": 2.0, "without_draft": 1.0}}
+        Path(out_path).write_text(json.dumps(figures))
+        return figures
+
+    monkeypatch.setattr(benchmark, "evaluate", evaluate)
+    monkeypatch.setattr(launch, "train_in_processes", lambda job, report: train(job))
+    ran = pyflyte_run(planner.recipe())
+    assert ran.exit_code == 0, (ran.output, ran.exception)
+    whole = planner.plan()[0]["cached"]
+    shards = "3 of 3 shards"
+    assert whole == {
+        "prepare": "yes",
+        "regenerate": shards,
+        "vocab": "yes",
+        "extract": shards,
+        "train": "yes",
+        "export": "yes",
+        "evaluate": "yes",
+    }
+    other = planner.plan(train={"learning_rate": 5e-3})[0]["cached"]
+    assert (other["extract"], other["train"]) == (shards, "not yet")
+    assert other["export"].startswith("unknown")
+    longer = planner.plan(regenerate={"max_new_tokens": 13})[0]["cached"]
+    assert (longer["prepare"], longer["regenerate"]) == ("yes", "0 of 3 shards")
+    elsewhere = planner.plan(resources={"engine": {"accelerator": "H100"}}, fanout={"replicas": 1})[0]["cached"]
+    assert elsewhere == whole
+
+
+@pytest.mark.parametrize(
+    ("blocks", "complaint"),
+    [
+        ({"vocab": {"size": 10**6}}, "lower vocab.size"),
+        ({"extract": {"layer_ids": [1, 9]}}, "extract.layer_ids"),
+        ({"data": {"min_shards": 4}}, "min_shards"),
+        ({"engine": {"max_model_len": 80}, "regenerate": {"max_new_tokens": 60}}, "must not exceed engine.max_model_len 80"),
+        ({"engine": {"max_model_len": 512}}, "must not exceed the target's 256 positions"),
+        ({"fanout": {"tensor_parallel_size": 3}}, "divisible by fanout.tensor_parallel_size"),
+        ({"resources": {"trainer": {"gpus": 2}}}, "train.packs_per_step must be a multiple of resources.trainer.gpus 2"),
+        ({"resources": {"trainer": {"ephemeral_storage": "100Gi"}}}, "resources.trainer.ephemeral_storage must hold"),
+        ({"target": {"public_name": ""}}, "public_name"),
+        ({"train": {"init_from": "runs/absent"}}, "a pod cannot read directories of your machine"),
+    ],
+)
+def test_impossible_settings_are_refused(planner: Planner, blocks: dict[str, Any], complaint: str) -> None:
+    result = pyflyte_run(planner.recipe(**blocks), "plan.py", "plan")
+    assert result.exit_code != 0
+    assert complaint in " ".join(result.output.split())
+
+
+def test_a_run_that_would_not_fit_on_this_disk_is_told_so(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "free_bytes", lambda: 10)
+    assert "a run on this machine would be refused" in planner.plan()[1].output
