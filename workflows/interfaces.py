@@ -1,9 +1,12 @@
 """What passes between the stages: frozen dataclasses of files, counts and content digests.
 
 A digest is the artefact's identity in every cache key; paths never are. No unions here: flytekit corrupts them silently.
+A named tuple is several outputs of one task: what is taken out of a dataclass can be handed to one node only, since local runs
+resolve it in place.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
@@ -87,6 +90,15 @@ class TokenShards:
     accounts: dict[str, int] = field(default_factory=dict)
 
 
+class GivenTokenShards(NamedTuple):
+    """Token shards that existed before the run. answered: those without a waiting row. waiting: the others, for the answering
+    stages. data: all of them, for the summary."""
+
+    answered: TokenShards
+    waiting: PreparedData
+    data: PreparedData
+
+
 @dataclass(frozen=True)
 class DraftVocab:
     """vocab.safetensors (d2t int64 [K], t2d bool [V], counts int64 [V]) and the share of supervised tokens it covers."""
@@ -118,6 +130,14 @@ class HiddenStateShards:
     shards: list[HiddenStateShard]
     layer_ids: list[int]
     digest: str
+
+
+class GivenHiddenStates(NamedTuple):
+    """Hidden states that existed before the run, and the rows in them. data: these rows, for the summary."""
+
+    states: HiddenStateShards
+    rows: TokenShards
+    data: PreparedData
 
 
 @dataclass(frozen=True)

@@ -46,25 +46,6 @@ def first(chain: Chain) -> dict[str, Any]:
     return summary
 
 
-@pytest.fixture
-def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first run has shown evaluation, which starts the engine three times, and training in a process of its own, which
-    imports for ten seconds; where only the journal is asked for, training stays here and evaluation measures nothing."""
-    from eagle3.evaluation import benchmark
-    from eagle3.training import launch
-    from eagle3.training.loop import train
-
-    def evaluate(target_dir: str, export_dir: str, heldout_path: str, engine: Any, cfg: Any, out_path: str) -> dict[str, Any]:
-        figures: dict[str, Any] = dict.fromkeys(("acceptance_length", "trainer_acceptance_length"), 1.5)
-        figures |= {"acceptance_by_position": [0.5, 0.0, 0.0], "outputs_identical": True}
-        figures |= {"tokens_per_s": {"with_draft": 2.0, "without_draft": 1.0}}
-        Path(out_path).write_text(json.dumps(figures))
-        return figures
-
-    monkeypatch.setattr(benchmark, "evaluate", evaluate)
-    monkeypatch.setattr(launch, "train_in_processes", lambda job, report: train(job))
-
-
 @pytest.mark.slow
 def test_a_first_run_makes_everything(chain: Chain, first: dict[str, Any]) -> None:
     expected = dict.fromkeys(STAGES, (1, 0)) | dict.fromkeys(("regenerate_responses", "extract_hidden_states"), (3, 0))

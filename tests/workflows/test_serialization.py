@@ -19,6 +19,12 @@ UNCACHED = {
     "extract_hidden_states",
     "summarize_run",
     "report_data",
+    "resolve_without_data",
+    "take_token_shards",
+    "take_hidden_states",
+    "join_token_shards",
+    "list_token_shards",
+    "list_hidden_states",
 }
 ON_GPU = {"regenerate_shard", "collect_shard", "extract_shard", "train_draft", "evaluate_draft"}
 
@@ -45,7 +51,14 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_task_is_packaged(templates: dict[str, Any]) -> None:
-    assert templates.keys() >= UNCACHED | ON_GPU | {"fetch_target", "prepare_data", "build_vocab", "export_draft", "sample_rows"}
+    assert templates.keys() >= UNCACHED | ON_GPU | {
+        "fetch_target",
+        "prepare_data",
+        "prepare_heldout",
+        "build_vocab",
+        "export_draft",
+        "sample_rows",
+    }
 
 
 def test_every_task_names_image_requests_and_limits(templates: dict[str, Any]) -> None:
