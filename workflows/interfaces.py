@@ -11,6 +11,8 @@ from typing import NamedTuple
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from eagle3.config import TrainConfig
+
 
 @dataclass(frozen=True)
 class TargetRef:
@@ -166,3 +168,24 @@ class EvaluationReport:
     trainer_acceptance_length: float
     outputs_identical: bool
     acceptance_by_position: list[float] = field(default_factory=list)
+
+
+class CurrentDraft(NamedTuple):
+    """What is served before a retraining. train: its settings, `init_from` the draft where it goes on from it. number: of its
+    promotion, 0 for none. drafts: itself, or empty. target_digest: of its target, "" for none."""
+
+    train: TrainConfig
+    number: int
+    drafts: list[DraftExport]
+    target_digest: str
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """How a retraining ended. promoted: whether the new draft is served now. reason: why, or why not. export: where the draft
+    lies that is served now, "" for none; acceptance_length is the new draft's."""
+
+    promoted: bool
+    reason: str
+    export: str
+    acceptance_length: float

@@ -25,6 +25,10 @@ UNCACHED = {
     "join_token_shards",
     "list_token_shards",
     "list_hidden_states",
+    "find_current_draft",
+    "check_current_draft",
+    "choose_opponent",
+    "promote_draft",
 }
 ON_GPU = {"regenerate_shard", "collect_shard", "extract_shard", "train_draft", "evaluate_draft"}
 
