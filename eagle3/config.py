@@ -287,6 +287,20 @@ class FanOutConfig(StageConfig):
     )
 
 
+class PromoteConfig(StageConfig):
+    """promote: the draft that is served, and when another takes its place."""
+
+    place: str = Field(
+        min_length=1, description="directory or URL that keeps promoted.json and the promoted drafts; remote: a URL"
+    )
+    margin: float = Field(
+        default=0.02, ge=0, description="acceptance length, in tokens, by which a new draft may be worse and still be promoted"
+    )
+    warm_start: bool = Field(
+        default=True, description="train from the promoted draft, where there is one; false: as train.init_from says"
+    )
+
+
 def check_sampled_sources(regenerate: RegenerateConfig, names: list[str]) -> None:
     """Refuse sampling settings of a source that there is not."""
     if unknown := sorted(regenerate.sources.keys() - set(names)):

@@ -1,12 +1,17 @@
 """What passes between the stages: frozen dataclasses of files, counts and content digests.
 
 A digest is the artefact's identity in every cache key; paths never are. No unions here: flytekit corrupts them silently.
+A named tuple is several outputs of one task: what is taken out of a dataclass can be handed to one node only, since local runs
+resolve it in place.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
+
+from eagle3.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,15 @@ class TokenShards:
     accounts: dict[str, int] = field(default_factory=dict)
 
 
+class GivenTokenShards(NamedTuple):
+    """Token shards that existed before the run. answered: those without a waiting row. waiting: the others, for the answering
+    stages. data: all of them, for the summary."""
+
+    answered: TokenShards
+    waiting: PreparedData
+    data: PreparedData
+
+
 @dataclass(frozen=True)
 class DraftVocab:
     """vocab.safetensors (d2t int64 [K], t2d bool [V], counts int64 [V]) and the share of supervised tokens it covers."""
@@ -120,6 +134,14 @@ class HiddenStateShards:
     digest: str
 
 
+class GivenHiddenStates(NamedTuple):
+    """Hidden states that existed before the run, and the rows in them. data: these rows, for the summary."""
+
+    states: HiddenStateShards
+    rows: TokenShards
+    data: PreparedData
+
+
 @dataclass(frozen=True)
 class DraftCheckpoint:
     """Draft weights with config (draft.json) and metrics.jsonl; the resumable checkpoint goes when training is over."""
@@ -146,3 +168,24 @@ class EvaluationReport:
     trainer_acceptance_length: float
     outputs_identical: bool
     acceptance_by_position: list[float] = field(default_factory=list)
+
+
+class CurrentDraft(NamedTuple):
+    """What is served before a retraining. train: its settings, `init_from` the draft where it goes on from it. number: of its
+    promotion, 0 for none. drafts: itself, or empty. target_digest: of its target, "" for none."""
+
+    train: TrainConfig
+    number: int
+    drafts: list[DraftExport]
+    target_digest: str
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """How a retraining ended. promoted: whether the new draft is served now. reason: why, or why not. export: where the draft
+    lies that is served now, "" for none; acceptance_length is the new draft's."""
+
+    promoted: bool
+    reason: str
+    export: str
+    acceptance_length: float

@@ -5,67 +5,17 @@ pyflyte run workflows/prepare_data.py prepare_shards --inputs-file recipe.yaml
 
 from typing import cast
 
-from flytekit import workflow
-from flytekit.types.file import FlyteFile
-
-from eagle3.config import (
-    DataConfig,
-    EngineConfig,
-    EvaluateConfig,
-    ExportConfig,
-    ExtractConfig,
-    FanOutConfig,
-    RegenerateConfig,
-    TargetConfig,
-    TrainConfig,
-    VocabConfig,
-)
-from eagle3.resources import ResourcesConfig
+from workflows import chain
 from workflows.interfaces import PreparedData
-from workflows.tasks.fetch_target import fetch_tokenizer
-from workflows.tasks.prepare_data import prepare_data_node, report_data
-from workflows.tasks.resolve_inputs import resolve_inputs
+from workflows.recipe import Recipe, recipe_workflow
+from workflows.tasks.prepare_data import report_data
 
 
-@workflow
-def prepare_shards(
-    heldout: FlyteFile,
-    target: TargetConfig,
-    prompts: FlyteFile | None = None,
-    engine: EngineConfig = EngineConfig(),
-    data: DataConfig = DataConfig(),
-    regenerate: RegenerateConfig = RegenerateConfig(),
-    vocab: VocabConfig = VocabConfig(),
-    extract: ExtractConfig = ExtractConfig(),
-    train: TrainConfig = TrainConfig(),
-    export: ExportConfig = ExportConfig(),
-    evaluate: EvaluateConfig = EvaluateConfig(),
-    fanout: FanOutConfig = FanOutConfig(),
-    resources: ResourcesConfig = ResourcesConfig(),
-    run_name: str = "train_eagle3",
-) -> PreparedData:
+@recipe_workflow
+def prepare_shards(recipe: Recipe) -> PreparedData:
     """Prepare a run's data and stop. Blocks of later stages are taken so that a run's recipe fits; most do nothing here."""
-    found = resolve_inputs(
-        prompts=prompts,
-        heldout=heldout,
-        target=target,
-        engine=engine,
-        data=data,
-        regenerate=regenerate,
-        evaluate=evaluate,
-        train=train,
+    start = chain.prepare_alone(recipe)
+    report = report_data(
+        run_name=recipe.run_name, data=start.data, target=start.model, vocab=recipe.vocab, init_from=start.found.init_from
     )
-    model = fetch_tokenizer(target=target, ref=found.target, target_digest=found.target.digest)
-    prepared = prepare_data_node(
-        prompts=prompts,
-        prompts_digest=found.prompts_digest,
-        source_versions=found.source_versions,
-        heldout=heldout,
-        heldout_digest=found.heldout_digest,
-        target=model,
-        target_digest=found.target.digest,
-        data=data,
-        regenerate=found.regenerate,
-        resources=resources,
-    )
-    return cast(PreparedData, report_data(run_name=run_name, data=prepared, target=model, vocab=vocab, init_from=found.init_from))
+    return cast(PreparedData, report)

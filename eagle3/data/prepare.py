@@ -118,6 +118,13 @@ def prepare_shards(
     return PreparedFiles(published[0], published[1], heldout_file, report)
 
 
+def prepare_heldout(heldout: SourceConfig, tokenizer_dir: str | Path, cfg: DataConfig, out_dir: str | Path) -> PreparedFile:
+    """The held-out prompts alone, for shards that exist already; the same file as `prepare_shards` makes of them."""
+    alone = cfg.model_copy(update={"sources": [], "excluded": []})
+    rows, _, _ = _read_heldout(RowEncoder(load_chat_tokenizer(tokenizer_dir), alone), heldout, alone)
+    return _write_shard(Path(out_dir) / HELDOUT_NAME, rows)
+
+
 class _ShardFiles:
     """Rows filled into files of `rows_per_shard`; memory holds the rows of one."""
 

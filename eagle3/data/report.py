@@ -129,9 +129,11 @@ def render_report(report: dict[str, Any]) -> str:
         report: as prepare makes it (eagle3/data/prepare.py); where known also rows {source: figures of the rows trained on} and
             vocab (both eagle3/data/describe.py), vocab_note and answers (answer_figures). Samples are those rows' then.
     """
-    sources: dict[str, dict[str, Any]] = report["sources"]
-    every = sources | {"held out": report["heldout"]}
     rows = rows_by_source(report)
+    # Shards that existed before the run have rows, but nothing is known of what they were made of.
+    unknown = SourceTally().figures()
+    sources: dict[str, dict[str, Any]] = {name: report["sources"].get(name, unknown) for name in rows}
+    every = sources | ({"held out": report["heldout"]} if report["heldout"] else {})
     lines = [_source_line(name, figures, rows.get(name) or figures) for name, figures in every.items()]
     sections = [
         f"<header><h1>Data</h1>{_tiles(report, rows)}</header>",
@@ -152,7 +154,7 @@ def rows_by_source(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Figures of the token rows of each source as they stand last: answered where the target has answered them."""
     if "rows" in report:
         nothing = {"rows": 0, "tokens": 0, "supervised_tokens": 0, "lengths": []}
-        return {name: report["rows"].get(name, nothing) for name in report["sources"]}
+        return {name: report["rows"].get(name, nothing) for name in report["sources"] | report["rows"]}
     return {name: figures | {"rows": figures["rows_kept"]} for name, figures in report["sources"].items()}
 
 

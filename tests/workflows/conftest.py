@@ -34,8 +34,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """test_chain.py shows evaluation, which starts the engine three times, and training in a process of its own, which imports
-    for ten seconds; where only the journal is asked for, training stays here and evaluation measures nothing."""
+    """Evaluation starts the engine three times, and training in a process of its own imports for ten seconds: where only the
+    journal is asked for, training stays here and evaluation measures nothing."""
     from eagle3.evaluation import benchmark
     from eagle3.training import launch
     from eagle3.training.loop import train

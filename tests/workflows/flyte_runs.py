@@ -1,6 +1,7 @@
 """A target of a hundred thousand random weights over bytes, and runs of the whole chain that take seconds."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def write_recipe(path: Path, target: Path, prompts: Path, /, **blocks: dict[str,
     return path
 
 
-def pyflyte_run(recipe: Path, file: str = "train_eagle3.py", workflow: str = "train_eagle3") -> Result:
-    """`pyflyte run` the chain, or another workflow, on a recipe, in this process."""
-    arguments = ["run", str(ROOT / "workflows" / file), workflow, "--inputs-file", str(recipe)]
+def pyflyte_run(recipe: Path, file: str = "train_eagle3.py", workflow: str = "train_eagle3", more: Sequence[str] = ()) -> Result:
+    """`pyflyte run` the chain, or another workflow, on a recipe and more arguments, in this process."""
+    arguments = ["run", str(ROOT / "workflows" / file), workflow, "--inputs-file", str(recipe), *more]
     return CliRunner().invoke(main, arguments)

@@ -29,6 +29,16 @@ UNCACHED = {
     "prepare_data_node",
     "train_draft_node",
     "evaluate_draft_node",
+    "resolve_without_data",
+    "take_token_shards",
+    "take_hidden_states",
+    "join_token_shards",
+    "list_token_shards",
+    "list_hidden_states",
+    "find_current_draft",
+    "check_current_draft",
+    "choose_opponent",
+    "promote_draft",
 }
 ON_GPU = {"regenerate_shard", "collect_shard", "extract_shard", "train_draft", "evaluate_draft"}
 
@@ -63,7 +73,11 @@ def templates(packaged: dict[str, bytes]) -> dict[str, Any]:
 def test_every_workflow_is_packaged(packaged: dict[str, bytes]) -> None:
     specs = [WorkflowSpec.FromString(content) for name, content in packaged.items() if name.endswith("_2.pb")]
     names = {spec.template.id.name for spec in specs}
-    assert names == {f"workflows.{name}" for name in ("train_eagle3.train_eagle3", "prepare_data.prepare_shards", "plan.plan")}
+    drivers = ["train_eagle3", *(f"until_{stage}" for stage in ("regenerate", "extract", "train", "export"))]
+    drivers += ["train_from_shards", "train_from_states"]
+    expected = {f"train_eagle3.{driver}" for driver in drivers}
+    expected |= {"prepare_data.prepare_shards", "plan.plan", "retrain_eagle3.retrain_eagle3"}
+    assert names == {f"workflows.{name}" for name in expected}
     for spec in specs:
         assert "resources" in spec.template.interface.inputs.variables
 
@@ -113,6 +127,7 @@ def test_every_task_is_packaged(templates: dict[str, Any]) -> None:
     assert templates.keys() >= UNCACHED | ON_GPU | {
         "fetch_target",
         "prepare_data",
+        "prepare_heldout",
         "build_vocab",
         "export_draft",
         "describe_rows",

@@ -31,16 +31,47 @@ def resolve_inputs(
     train: TrainConfig,
 ) -> ResolvedInputs:
     """Never cached: a branch may have moved, a file may have grown, since the last run."""
-    from eagle3.data.sources import resolve_source, source_name
-    from eagle3.draft.initial import resolve_initial
-    from eagle3.export import check_public_name
-    from eagle3.target.resolve import identify_target
+    from eagle3.data.sources import source_name
 
     journal.start()
     if not (prompts or data.sources):
         raise ValueError("there is nothing to train on: give prompts, data.sources or both")
-    check_lengths(data, engine, regenerate, evaluate)
     check_sampled_sources(regenerate, ["train", *map(source_name, data.sources)])
+    return _resolve(prompts, heldout, target, engine, data, regenerate, evaluate, train)
+
+
+@task(container_image=images.CPU, **LIGHT)
+def resolve_without_data(
+    heldout: FlyteFile,
+    target: TargetConfig,
+    engine: EngineConfig,
+    data: DataConfig,
+    regenerate: RegenerateConfig,
+    evaluate: EvaluateConfig,
+    train: TrainConfig,
+) -> ResolvedInputs:
+    """The same for a run whose shards exist already: its prompts and sources are not looked for."""
+    journal.start()
+    without = data.model_copy(update={"sources": [], "excluded": []})
+    return _resolve(None, heldout, target, engine, without, regenerate, evaluate, train)
+
+
+def _resolve(
+    prompts: FlyteFile | None,
+    heldout: FlyteFile,
+    target: TargetConfig,
+    engine: EngineConfig,
+    data: DataConfig,
+    regenerate: RegenerateConfig,
+    evaluate: EvaluateConfig,
+    train: TrainConfig,
+) -> ResolvedInputs:
+    from eagle3.data.sources import resolve_source
+    from eagle3.draft.initial import resolve_initial
+    from eagle3.export import check_public_name
+    from eagle3.target.resolve import identify_target
+
+    check_lengths(data, engine, regenerate, evaluate)
     public_name = target.public_name or target.name
     check_public_name(public_name)
     store.share_credentials()

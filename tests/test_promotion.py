@@ -1,0 +1,132 @@
+"""Which draft is served: who may take its place, and what becomes of the pointer when things go wrong."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle3 import promotion
+from eagle3.promotion import Measurement, Promoted, current_promotion, decide, promote
+from eagle3.remote import read_bytes
+
+NEW = Measurement("new", "heldout", "k = 3", 2.0, True)
+CURRENT = replace(NEW, digest="current")
+
+
+def test_the_first_draft_is_promoted() -> None:
+    assert decide(NEW, None, 0.0).promote
+
+
+@pytest.mark.parametrize(
+    ("length", "margin", "is_promoted"),
+    [(2.5, 0.0, True), (2.0, 0.0, True), (1.75, 0.25, True), (1.75, 0.125, False), (1.5, 0.0, False), (float("nan"), 5.0, False)],
+)
+def test_a_draft_may_be_worse_by_the_margin(length: float, margin: float, is_promoted: bool) -> None:
+    decision = decide(replace(NEW, acceptance_length=length), CURRENT, margin)
+    assert decision.promote == is_promoted
+    assert f"{length:.2f}" in decision.reason or length != length
+
+
+def test_a_draft_that_changes_the_text_is_never_promoted() -> None:
+    changing = replace(NEW, acceptance_length=9.0, outputs_identical=False)
+    assert not decide(changing, None, 0.0).promote
+    assert not decide(changing, CURRENT, 0.0).promote
+
+
+def test_the_current_draft_is_not_promoted_again() -> None:
+    assert decide(CURRENT, CURRENT, 0.5) == promotion.Decision(False, "it is the current draft")
+
+
+@pytest.mark.parametrize("other", [{"heldout_digest": "others"}, {"settings": "k = 5"}])
+def test_other_prompts_or_settings_compare_nothing(other: Any) -> None:
+    with pytest.raises(ValueError, match="evaluate the current draft anew"):
+        decide(NEW, replace(CURRENT, **other), 9.0)
+
+
+@pytest.fixture(params=["directory", "store"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "directory":
+        return str(tmp_path / "drafts of ours")
+    request.getfixturevalue("s3")
+    return "s3://states/drafts"
+
+
+def write_export(path: Path, text: str) -> str:
+    path.mkdir()
+    for name in promotion.FILES:
+        (path / name).write_text(f"{name} {text}")
+    return str(path)
+
+
+def promotion_of(digest: str, number: int, previous: str = "") -> Promoted:
+    return Promoted(
+        number=number,
+        export="set later",
+        digest=digest,
+        acceptance_length=2.0,
+        heldout_digest="h",
+        target="org/model",
+        target_digest="t",
+        previous=previous,
+    )
+
+
+def test_the_pointer_names_the_last_draft_and_all_before_are_kept(place: str, tmp_path: Path) -> None:
+    assert current_promotion(place) is None
+    for number, digest in enumerate(["one", "two", "one"], 1):
+        made = promote(place, write_export(tmp_path / f"{number}", digest), promotion_of(digest, number))
+        assert made == current_promotion(place)
+        assert json.loads(read_bytes(f"{place}/promoted.json") or b"")["export"] == f"{place}/drafts/{digest}"
+    for digest in ("one", "two"):
+        for name in promotion.FILES:
+            assert read_bytes(f"{place}/drafts/{digest}/{name}") == f"{name} {digest}".encode()
+
+
+def test_of_two_promotions_at_once_one_wins_and_the_other_is_told(place: str, tmp_path: Path) -> None:
+    exports = {digest: write_export(tmp_path / digest, digest) for digest in "abcd"}
+
+    def attempt(digest: str) -> str:
+        try:
+            return promote(place, exports[digest], promotion_of(digest, 1)).digest
+        except FileExistsError:
+            return ""
+
+    with ThreadPoolExecutor(4) as pool:
+        (winner,) = filter(None, pool.map(attempt, exports))
+    current = current_promotion(place)
+    assert current is not None
+    assert current.digest == winner
+    assert json.loads(read_bytes(f"{place}/promoted.json") or b"")["digest"] == winner
+
+
+def test_a_promotion_that_was_killed_before_the_pointer_moved_counts(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promote(place, write_export(tmp_path / "one", "one"), promotion_of("one", 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(promotion, "_replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            promote(place, write_export(tmp_path / "two", "two"), promotion_of("two", 2))
+    found = current_promotion(place)
+    assert found is not None
+    assert found.digest == "two"
+    promote(place, write_export(tmp_path / "three", "three"), promotion_of("three", 3))
+    assert json.loads(read_bytes(f"{place}/promoted.json") or b"")["number"] == 3
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"export": "x"}', '{"number": 0}'])
+def test_a_broken_pointer_is_an_error_and_stays_as_it_is(tmp_path: Path, text: str) -> None:
+    (tmp_path / "promoted.json").write_text(text)
+    with pytest.raises(ValueError, match=r"promoted\.json does not name a promoted draft (?s:.*) restore it from promotions/"):
+        current_promotion(str(tmp_path))
+    assert (tmp_path / "promoted.json").read_text() == text
+
+
+def test_a_promoted_draft_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    made = promote(str(tmp_path), write_export(tmp_path / "x", "x"), promotion_of("x", 1))
+    Path(made.export, "config.json").unlink()
+    with pytest.raises(ValueError, match="is gone; put it back"):
+        current_promotion(str(tmp_path))

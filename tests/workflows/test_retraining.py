@@ -1,0 +1,112 @@
+"""Retraining: from the promoted draft, promoted unless it is worse; and the launch plans that do so every night."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flyte_runs import ROOT, pyflyte_run, write_prompts, write_recipe
+from flyteidl.admin.launch_plan_pb2 import LaunchPlan
+
+from workflows import journal
+
+
+@pytest.fixture(scope="module")
+def prompts(workplace: Path) -> Path:
+    return write_prompts(workplace / "prompts.jsonl", 0, 10)
+
+
+@pytest.fixture
+def retrain(workplace: Path, tiny_target: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, light: None) -> Any:
+    """Run, with an evaluation that gives drafts the acceptance told for each; returns the output."""
+    from eagle3.evaluation import benchmark
+
+    def run(lengths: dict[str, float], heldout: int = 100, fails: bool = False, identical: bool = True, **blocks: Any) -> str:
+        plain = benchmark.evaluate
+
+        def evaluate(target_dir: str, export_dir: str, heldout_path: str, engine: Any, cfg: Any, out: str) -> dict[str, Any]:
+            figures = plain(target_dir, export_dir, heldout_path, engine, cfg, out)
+            length = lengths["current" if "promoted/drafts" in export_dir else "new"]
+            return {**figures, "acceptance_length": length, "outputs_identical": identical}
+
+        recipe = write_recipe(workplace / "recipe.yaml", tiny_target, prompts, **blocks)
+        write_prompts(recipe.with_suffix(".heldout.jsonl"), heldout, heldout + 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(benchmark, "evaluate", evaluate)
+            place = ["--promote", json.dumps({"place": "runs/promoted", "margin": 0.1})]
+            result = pyflyte_run(recipe, "retrain_eagle3.py", "retrain_eagle3", place)
+        assert (result.exit_code != 0) == fails, (result.output, result.exception)
+        return "".join(result.output.split())
+
+    return run
+
+
+def promoted(workplace: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((workplace / "runs/promoted/promoted.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+def test_nights_in_a_row(retrain: Any, workplace: Path) -> None:
+    assert "promoted:itisthefirst" in retrain({"new": 1.5})
+    first = promoted(workplace)
+    assert first["number"] == 1
+    assert Path(first["export"], "model.safetensors").exists()
+
+    # The second starts from the first, is worse within the margin, and takes its place.
+    assert "promoted:acceptancelength1.450after1.500" in retrain({"new": 1.45}, train={"learning_rate": 2e-3})
+    second = promoted(workplace)
+    assert (second["number"], second["previous"]) == (2, first["digest"])
+    assert Path(first["export"], "model.safetensors").exists()
+
+    # Worse beyond the margin, and text that changes: the second stays.
+    assert "notpromoted:itisworse" in retrain({"new": 1.2}, train={"learning_rate": 3e-3})
+    assert "notpromoted:thetextwiththedraftdiffers" in retrain({"new": 9.0}, identical=False, train={"learning_rate": 4e-3})
+    assert promoted(workplace) == second
+
+    # Other held-out prompts: both drafts are measured on them.
+    lengths = {"new": 1.1, "current": 1.15}
+    assert "promoted:acceptancelength1.100after1.150" in retrain(lengths, heldout=200, train={"learning_rate": 5e-3})
+    assert sum(e.stage == "evaluate_draft" and not e.cached for e in journal.entries()) == 2
+    assert promoted(workplace)["number"] == 3
+
+
+@pytest.mark.slow
+def test_a_broken_pointer_ends_the_run_before_anything_starts(retrain: Any, workplace: Path) -> None:
+    path = workplace / "runs/promoted/promoted.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{")
+    journal.start()
+    assert "doesnotnameapromoteddraft" in retrain({"new": 2.0}, fails=True)
+    assert not journal.entries()
+    assert path.read_text() == "{"
+
+
+def test_the_launch_plans_are_packaged_with_schedule_inputs_and_notifications(tmp_path: Path) -> None:
+    program = "from flytekit.clis.sdk_in_container.pyflyte import main; main()"
+    command = [sys.executable, "-c", program, "--pkgs", "workflows", "package", "--fast"]
+    command += ["--source", str(ROOT), "--output", str(tmp_path / "package.tgz")]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "EAGLE3_OWNERS": "a@x.org, b@x.org"}
+    env |= {"EAGLE3_TRAFFIC": "s3://b/traffic.jsonl", "EAGLE3_PROMOTED": "s3://b/drafts"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(tmp_path / "package.tgz") as package:
+        plans = [LaunchPlan.FromString(package.extractfile(m).read()) for m in package if m.name.endswith("_3.pb")]  # type: ignore[union-attr]
+    found = {plan.id.name: plan.spec for plan in plans}
+    nightly = found["nightly_retraining"]
+    assert nightly.workflow_id.name == "workflows.retrain_eagle3.retrain_eagle3"
+    assert nightly.entity_metadata.schedule.cron_schedule.schedule == "0 2 * * *"
+    for name in ("nightly_retraining", "retraining"):
+        (notification,) = found[name].entity_metadata.notifications
+        assert list(notification.email.recipients_email) == ["a@x.org", "b@x.org"]
+        assert len(notification.phases) == 4
+    assert not found["retraining"].entity_metadata.schedule.cron_schedule.schedule
+    fixed = nightly.fixed_inputs.literals
+    assert fixed["prompts"].scalar.union.value.scalar.blob.uri == "s3://b/traffic.jsonl"
+    assert b"s3://b/drafts" in fixed["promote"].scalar.binary.value
+    # Nobody is asked for the rest.
+    assert all(parameter.HasField("default") for parameter in nightly.default_inputs.parameters.values())

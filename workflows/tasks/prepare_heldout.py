@@ -1,0 +1,23 @@
+"""prepare, where the shards exist already: the held-out prompts alone."""
+
+from flytekit import Cache, task
+from flytekit.types.file import FlyteFile
+
+import images
+from eagle3.config import DataConfig, SourceConfig
+from workflows import store
+from workflows.interfaces import Target, TokenShard
+from workflows.resources import DATA
+from workflows.stage import stage
+
+
+@task(container_image=images.CPU, cache=Cache(version="1", ignored_inputs=("heldout", "target")), **DATA)
+@stage
+def prepare_heldout(heldout: FlyteFile, heldout_digest: str, target: Target, target_digest: str, data: DataConfig) -> TokenShard:
+    from eagle3.data.prepare import prepare_heldout
+
+    out = store.new_dir("prepare_heldout")
+    source = SourceConfig(path=heldout.download(), name="heldout")
+    made = prepare_heldout(source, target.directory.download(), data, out)
+    counts = made.summary
+    return TokenShard(0, FlyteFile(str(made.path)), counts.rows, counts.tokens, counts.supervised_tokens, counts.digest)

@@ -1,0 +1,92 @@
+"""promote: the new draft is served from now on, unless it is worse than the one before on the same held-out prompts."""
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+
+import images
+from eagle3.config import EngineConfig, EvaluateConfig, PromoteConfig, TrainConfig
+from eagle3.promotion import Measurement
+from workflows import store
+from workflows.interfaces import CurrentDraft, DraftExport, EvaluationReport, Promotion, Target, TokenShard
+from workflows.resources import DATA, LIGHT
+
+
+@task(container_image=images.CPU, **LIGHT)
+def find_current_draft(promote: PromoteConfig, train: TrainConfig) -> CurrentDraft:
+    """Before anything expensive: which draft is served now? Never cached: another run may have promoted one.
+
+    Raises:
+        ValueError: if what names it is broken.
+    """
+    from eagle3.promotion import current_promotion
+
+    store.share_credentials()
+    current = current_promotion(promote.place)
+    if current is None:
+        return CurrentDraft(train, 0, [], "")
+    if promote.warm_start:
+        train = train.model_copy(update={"init_from": current.export, "init_revision": ""})
+    draft = DraftExport(FlyteDirectory(current.export), current.digest)
+    return CurrentDraft(train, current.number, [draft], current.target_digest)
+
+
+@task(container_image=images.CPU, **LIGHT)
+def check_current_draft(made_for: str, target: Target) -> None:
+    """Refuse, before the engine starts, a place that keeps drafts for another target."""
+    if made_for and made_for != target.digest:
+        raise ValueError(
+            f"the promoted draft must be for this run's target {target.name}, digest {target.digest}, got {made_for}; "
+            "give each target a promote.place of its own, or set target.revision to the former"
+        )
+
+
+@task(container_image=images.CPU, **LIGHT)
+def choose_opponent(current: list[DraftExport], draft: DraftExport, report: EvaluationReport) -> DraftExport:
+    """What the new draft is compared with: the current one, measured on this run's held-out prompts, since last time's may have
+    been others. Where there is none it is the new draft itself, whose report, by now, comes from the cache."""
+    return current[0] if current else draft
+
+
+@task(container_image=images.CPU, **DATA)
+def promote_draft(
+    draft: DraftExport,
+    report: EvaluationReport,
+    current: list[DraftExport],
+    opponent_report: EvaluationReport,
+    number: int,
+    heldout: TokenShard,
+    target: Target,
+    engine: EngineConfig,
+    evaluate: EvaluateConfig,
+    promote: PromoteConfig,
+) -> Promotion:
+    """Decide, and where the answer is yes, keep the draft and let promoted.json name it."""
+    from eagle3 import promotion
+
+    store.share_credentials()
+    settings = f"{target.digest} {engine.model_dump_json()} {evaluate.model_dump_json()}"
+    new = _measurement(draft, report, heldout, settings)
+    before = _measurement(current[0], opponent_report, heldout, settings) if current else None
+    decision = promotion.decide(new, before, promote.margin)
+    served, promoted, reason = (store.location(current[0].directory) if current else ""), decision.promote, decision.reason
+    if promoted:
+        wanted = promotion.Promoted(
+            number=number + 1,
+            export=promote.place,
+            digest=draft.digest,
+            acceptance_length=new.acceptance_length,
+            heldout_digest=heldout.digest,
+            target=target.name,
+            target_digest=target.digest,
+            previous=current[0].digest if current else "",
+        )
+        try:
+            served = promotion.promote(promote.place, draft.directory.download(), wanted).export
+        except FileExistsError:
+            promoted, reason = False, "another draft was promoted meanwhile; run again to be compared with that one"
+    print(f"{'promoted' if promoted else 'not promoted'}: {reason}; served is {served or 'none'}", flush=True)
+    return Promotion(promoted, reason, served, new.acceptance_length)
+
+
+def _measurement(draft: DraftExport, report: EvaluationReport, heldout: TokenShard, settings: str) -> Measurement:
+    return Measurement(draft.digest, heldout.digest, settings, report.acceptance_length, report.outputs_identical)

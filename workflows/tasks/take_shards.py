@@ -1,0 +1,117 @@
+"""Shards that existed before the run, taken in: counts and digests come from the files themselves, wrong ones are refused.
+
+Never cached: a file may have changed since the last run. What follows is cached by the digests found here.
+"""
+
+import json
+from typing import Any
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+import images
+from eagle3.config import ExtractConfig, RegenerateConfig
+from workflows import store
+from workflows.interfaces import (
+    GivenHiddenStates,
+    GivenTokenShards,
+    HiddenStateShard,
+    HiddenStateShards,
+    PreparedData,
+    Target,
+    TokenShard,
+    TokenShards,
+)
+from workflows.resources import DATA, LIGHT
+
+
+@task(container_image=images.CPU, **DATA)
+def take_token_shards(places: list[str], heldout: TokenShard, target: Target, regenerate: RegenerateConfig) -> GivenTokenShards:
+    """Tell answered shards from those that wait.
+
+    Raises:
+        ValueError: on shards that do not fit, or wait where nobody is to answer them.
+    """
+    from eagle3.existing import find_token_shards
+    from eagle3.shards import read_token_shard
+
+    store.share_credentials()
+    heldout_rows = read_token_shard(heldout.file.download())
+    found = find_token_shards(places, identity(target), target.vocab_size, heldout_rows)
+    waiting = [shard.place for shard in found if shard.waits]
+    if waiting and not regenerate.enabled:
+        raise ValueError(f"{waiting[0]}: rows wait for the target's answers; set regenerate.enabled to true")
+    shards = [
+        TokenShard(i, FlyteFile(s.place), s.summary.rows, s.summary.tokens, s.summary.supervised_tokens, s.summary.digest)
+        for i, s in enumerate(found)
+    ]
+    pairs = list(zip(shards, found, strict=True))
+    answered = [shard for shard, seen in pairs if not seen.waits]
+    chats = [shard for shard, seen in pairs if seen.waits and not seen.is_tool_tasks]
+    tool_tasks = [shard for shard, seen in pairs if seen.is_tool_tasks]
+    report = _report(shards, heldout)
+    return GivenTokenShards(
+        answered=_token_shards(answered),
+        waiting=PreparedData(chats, tool_tasks, heldout, report),
+        data=PreparedData(shards, [], heldout, report),
+    )
+
+
+@task(container_image=images.CPU, **DATA)
+def take_hidden_states(places: list[str], heldout: TokenShard, target: Target, extract: ExtractConfig) -> GivenHiddenStates:
+    """Read manifests, and token ids and masks of the chunks, which become token shards again: the vocabulary is chosen by them.
+
+    Raises:
+        ValueError: on shards that do not fit.
+    """
+    from eagle3.existing import find_hidden_states
+    from eagle3.shards import read_token_shard, write_token_shard
+    from eagle3.target.properties import aux_layer_ids
+
+    store.share_credentials()
+    layer_ids = aux_layer_ids(extract.layer_ids, target.num_layers)
+    heldout_rows = read_token_shard(heldout.file.download())
+    out, states, rows = store.new_dir("take_hidden_states"), [], []
+    for i, found in enumerate(find_hidden_states(places, identity(target), layer_ids, target.vocab_size, heldout_rows)):
+        said = found.manifest
+        counts = {name: said[name] for name in ("rows", "tokens", "supervised_tokens")}
+        directory = FlyteDirectory(found.place)
+        states.append(
+            HiddenStateShard(i, directory, size_bytes=said["bytes"], layer_ids=layer_ids, digest=said["digest"], **counts)
+        )
+        path = out / f"shard-{i:05d}.parquet"
+        made = write_token_shard(path, found.rows)
+        rows.append(TokenShard(i, FlyteFile(str(path)), made.rows, made.tokens, made.supervised_tokens, made.digest))
+    digest = store.digest_of_digests(shard.digest for shard in states)
+    return GivenHiddenStates(
+        states=HiddenStateShards(states, layer_ids, digest),
+        rows=_token_shards(rows),
+        data=PreparedData(rows, [], heldout, _report(rows, heldout)),
+    )
+
+
+@task(container_image=images.CPU, **LIGHT)
+def join_token_shards(answered: TokenShards, made: TokenShards) -> TokenShards:
+    """The shards that had their answers, and behind them those that got them now."""
+    return _token_shards([*answered.shards, *made.shards], made.accounts)
+
+
+def identity(target: Target) -> dict[str, str]:
+    """What tells one target from another."""
+    return {"name": target.name, "revision": target.revision, "digest": target.digest}
+
+
+def _token_shards(shards: list[TokenShard], accounts: dict[str, int] | None = None) -> TokenShards:
+    return TokenShards(shards, store.digest_of_digests(shard.digest for shard in shards), accounts or {})
+
+
+def _report(shards: list[TokenShard], heldout: TokenShard) -> FlyteFile:
+    """The data report of a run that prepared nothing but its held-out prompts."""
+    rows = sum(shard.rows for shard in shards)
+    figures: dict[str, Any] = {"rows_read": rows, "rows_kept": rows, "dropped": {}, "truncated": 0}
+    figures |= {name: sum(getattr(shard, name) for shard in shards) for name in ("tokens", "supervised_tokens")}
+    figures |= {"sources": {}, "heldout": {}, "prompts": {"train": rows, "heldout": heldout.rows}, "samples": []}
+    path = store.new_dir("given_data") / "report.json"
+    path.write_text(json.dumps(figures, indent=1))
+    return FlyteFile(str(path))
