@@ -90,7 +90,7 @@ def become(request: dict[str, Any], outputs: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     tempfile.tempdir = None  # read from the environment again
-    sys.path[:0] = [os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    sys.path[:0] = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     sys.argv = request["argv"]
     name = Path(sys.argv[0]).name
     refresh_flytekit()

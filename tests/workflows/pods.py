@@ -77,6 +77,9 @@ class Pod:
                 attempt.command(), cwd=directory, env=environment, stdout=log, stderr=log, process_group=0
             )
 
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
     def processes(self, text: str) -> list[int]:
         """Those of its processes whose command line contains `text`."""
         return [p.pid for p in psutil.process_iter() if self._is_mine(p.pid) and text in _command_line(p)]

@@ -6,24 +6,20 @@ SYSTEM_RETRIES times, which count apart; nothing new starts behind a failed node
 0, not unset. Conditionals, sub-workflows and gates raise NotImplementedError.
 """
 
-import asyncio
 import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable
 from concurrent import futures
 from dataclasses import dataclass, field
 
+from bindings import Literals, bind_all, cache_key, collection, upstream
 from flyteidl.core import dynamic_job_pb2, errors_pb2, execution_pb2, identifier_pb2, literals_pb2, tasks_pb2, workflow_pb2
-from flytekit.core.promise import Promise, resolve_attr_path_in_promise
-from flytekit.models.literals import Literal as LiteralModel
 from object_store import BUCKET, ObjectStore
 from pods import Attempt, PodHost, task_name
 
 SYSTEM_RETRIES = 3  # node-config.max-node-retries-system-failures
 NODES_AT_ONCE = 8
-Literals = dict[str, literals_pb2.Literal]
 Key = tuple[str, str, str, str]
 SYSTEM, USER = execution_pb2.ExecutionError.SYSTEM, execution_pb2.ExecutionError.USER
 NOTHING = literals_pb2.Literal(scalar=literals_pb2.Scalar(none_type=literals_pb2.Void()))
@@ -37,8 +33,8 @@ class NodeFailed(Exception):
 class Entry:
     """One line of the journal.
 
-    state: OK, CACHE_HIT, ATTEMPT_<n> for a failed attempt, FAILED after the last. resources: what the pod asked for, as Kubernetes
-    names it. retries: recoverable errors that are tried again. detail: error code and message.
+    state: OK, CACHE_HIT, ATTEMPT_<n> for a failed attempt, FAILED after the last. resources: what the pod asks for.
+    retries: recoverable errors that are tried again. detail: error code and message.
     """
 
     execution: str
@@ -248,65 +244,3 @@ def needed_successes(array: workflow_pb2.ArrayNode, size: int) -> int:
     if criterion == "min_successes":
         return array.min_successes
     return math.ceil(array.min_success_ratio * size) if criterion == "min_success_ratio" else size
-
-
-def upstream(node: workflow_pb2.Node) -> set[str]:
-    """Nodes that must be done before this one."""
-
-    def named(binding: literals_pb2.BindingData) -> set[str]:
-        kind = binding.WhichOneof("value")
-        if kind == "promise":
-            return {binding.promise.node_id}
-        items = binding.collection.bindings if kind == "collection" else binding.map.bindings.values()
-        return {name for item in items for name in named(item)}
-
-    return set(node.upstream_node_ids).union(*(named(binding.binding) for binding in node.inputs))
-
-
-def bind_all(bindings: list[literals_pb2.Binding], made: dict[str, Literals]) -> Literals:
-    """Inputs by name, from constants and from what nodes made ("" made the workflow's inputs)."""
-    return {binding.var: bind(binding.binding, made) for binding in bindings}
-
-
-def bind(binding: literals_pb2.BindingData, made: dict[str, Literals]) -> literals_pb2.Literal:
-    kind = binding.WhichOneof("value")
-    if kind == "scalar":
-        return literals_pb2.Literal(scalar=binding.scalar)
-    if kind == "collection":
-        return collection(bind(item, made) for item in binding.collection.bindings)
-    if kind == "map":
-        items = {key: bind(item, made) for key, item in binding.map.bindings.items()}
-        return literals_pb2.Literal(map=literals_pb2.LiteralMap(literals=items))
-    literal = made[binding.promise.node_id][binding.promise.var]
-    path = [step.string_value or step.int_value for step in binding.promise.attr_path]
-    return attribute(literal, path) if path else literal
-
-
-def attribute(literal: literals_pb2.Literal, path: list[str | int]) -> literals_pb2.Literal:
-    """A field of an output, as in `rows.digest`."""
-    promise = Promise("output", LiteralModel.from_flyte_idl(literal))
-    promise._attr_path = path
-    return asyncio.run(resolve_attr_path_in_promise(promise)).val.to_flyte_idl()
-
-
-def collection(literals: Iterable[literals_pb2.Literal]) -> literals_pb2.Literal:
-    return literals_pb2.Literal(collection=literals_pb2.LiteralCollection(literals=literals))
-
-
-def cache_key(task: tasks_pb2.TaskTemplate, inputs: Literals) -> tuple[str, str, str] | None:
-    """Name, version and content of the inputs that count; None for a task that is not cached."""
-    if not task.metadata.discoverable:
-        return None
-    ignored = set(task.metadata.cache_ignore_input_vars)
-    counted = literals_pb2.LiteralMap(literals={k: hashed(v) for k, v in inputs.items() if k not in ignored})
-    content = hashlib.sha256(counted.SerializeToString(deterministic=True)).hexdigest()
-    return task.id.name, task.metadata.discovery_version, content
-
-
-def hashed(literal: literals_pb2.Literal) -> literals_pb2.Literal:
-    """A literal as its key has it: one that carries a hash counts as that hash alone."""
-    if literal.hash:
-        return literals_pb2.Literal(hash=literal.hash)
-    if literal.WhichOneof("value") == "collection":
-        return collection(hashed(item) for item in literal.collection.literals)
-    return literal

@@ -4,28 +4,28 @@ The cluster is a stand-in inside this process (control_plane.py); every task run
 its own, with the code that pyflyte uploaded. The target is named by its path: pods are processes of this machine and can read it.
 """
 
+import re
+import tarfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import msgpack
 import pytest
-from click.testing import CliRunner, Result
-from control_plane import ControlPlane, control_plane
-from flyte_runs import ROOT, pyflyte_run, write_prompts, write_recipe
-from flyteidl.core.literals_pb2 import LiteralMap
+from click.testing import CliRunner
+from control_plane import control_plane
+from flyte_runs import ROOT, pyflyte_run
+from flytekit import LaunchPlan
 from flytekit.clis.sdk_in_container.pyflyte import main
-from propeller import Entry
+from flytekit.configuration import Config
+from flytekit.remote import FlyteRemote
+from pods import Pod
+from propeller import SYSTEM_RETRIES
+from remote_runs import Accidents, Cluster, Run, succeeded
+
+from workflows.prepare_data import prepare_shards
 
 pytestmark = [pytest.mark.remote, pytest.mark.slow]
 
-# One row in a step, so that training has steps enough to be killed between; states of a shard in several chunks.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "train": {"pack_tokens": 32, "epochs": 4, "checkpoint_every": 1, "validation_rows": 0},
-    "extract": {"encoding": "fp32", "chunk_bytes": 30_000},
-}
 UNCACHED = {
     "resolve_inputs",
     "regenerate_responses",
@@ -37,65 +37,6 @@ UNCACHED = {
 CACHED = {"fetch_target", "prepare_data", "build_vocab", "train_draft", "export_draft", "evaluate_draft", "sample_rows"}
 PER_SHARD = {"regenerate_shard", "extract_shard"}
 AFTER_EXTRACTION = {"train_draft", "export_draft", "evaluate_draft"}
-
-
-@dataclass(frozen=True)
-class Run:
-    """One execution: what pyflyte said, and the journal's lines."""
-
-    result: Result
-    entries: list[Entry]
-    plane: ControlPlane
-
-    def tasks(self, state: str) -> Counter[str]:
-        """Names of tasks with a line of this state, and how many there are."""
-        return Counter(entry.task for entry in self.entries if entry.state == state)
-
-    def states_of(self, task: str) -> list[list[str]]:
-        """The states of each node of a task, in order."""
-        nodes = dict.fromkeys(entry.node for entry in self.entries if entry.task == task)
-        return [[entry.state for entry in self.entries if entry.node == node] for node in nodes]
-
-    def node_of(self, task: str) -> str:
-        """Where the metadata of a task's only node lie."""
-        (found,) = {(entry.execution, entry.node) for entry in self.entries if entry.task == task}
-        return "metadata/{}/{}/data".format(*found)
-
-    def output(self, task: str, attempt: int = 0) -> dict[str, Any]:
-        """The dataclass that a task's only node made."""
-        outputs = self.plane.store.read_message(f"{self.node_of(task)}/{attempt}/outputs.pb", LiteralMap)
-        assert outputs is not None
-        made: dict[str, Any] = msgpack.loads(outputs.literals["o0"].scalar.binary.value)
-        return made
-
-
-class Cluster:
-    """Starts the chain on the stand-in again and again."""
-
-    def __init__(self, plane: ControlPlane, workplace: Path, target: Path) -> None:
-        self.plane, self.workplace, self.target = plane, workplace, target
-
-    def recipe(self, num_prompts: int = 8, **blocks: dict[str, Any]) -> Path:
-        prompts = write_prompts(self.workplace / f"prompts{num_prompts}.jsonl", 0, num_prompts)
-        merged = {name: SETTINGS.get(name, {}) | blocks.get(name, {}) for name in SETTINGS.keys() | blocks}
-        return write_recipe(self.workplace / "recipe.yaml", self.target, prompts, **merged)
-
-    def run(self, num_prompts: int = 8, **blocks: dict[str, Any]) -> Run:
-        """`pyflyte run --remote` the chain, and wait for its end."""
-        inputs = ["train_eagle3", "--inputs-file", str(self.recipe(num_prompts, **blocks))]
-        return self.pyflyte_run(str(ROOT / "workflows/train_eagle3.py"), *inputs)
-
-    def pyflyte_run(self, *what: str) -> Run:
-        before = len(self.plane.journal)
-        how = ["--remote", "--copy", "all", "--wait", "--poll-interval", "1"]
-        result = CliRunner().invoke(main, ["run", *how, *what])
-        return Run(result, self.plane.journal[before:], self.plane)
-
-
-def succeeded(run: Run) -> Run:
-    assert run.result.exit_code == 0, (run.result.output, run.result.exception)
-    assert "has succeeded" in run.result.output, [e for e in run.entries if e.detail]
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +80,99 @@ def test_appended_prompts_are_answered_and_extracted_in_new_shards_only(cluster:
 def test_the_same_inputs_give_the_same_draft_here_and_in_the_cluster(
     cluster: Cluster, first: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("EAGLE3_STORE", str(cluster.workplace / "store"))
-    result = pyflyte_run(cluster.recipe())
+    from eagle3.evaluation import benchmark
+    from eagle3.export import verify_export
+
+    def stop(*_: object) -> None:
+        raise ValueError("the draft is there")
+
+    monkeypatch.setattr(benchmark, "evaluate", stop)
+    assert "the draft is there" in pyflyte_run(cluster.recipe()).output
+    (export_dir,) = (cluster.workplace / "store").glob("export_draft-*/eagle3")
+    assert verify_export(export_dir) == first.output("export_draft")["digest"]
+
+
+@pytest.fixture(scope="module")
+def disturbed(cluster: Cluster, first: Run) -> Run:
+    """The first run's inputs once more, with accidents, and nothing known behind the answers but what `evaluate` measured."""
+    cluster.forget("extract_shard", "train_draft", "export_draft")
+    cluster.plane.store.delete("eagle3/extract_hidden_states-")
+    accidents = Accidents(cluster.plane)
+    with cluster.plane.watching(accidents.on_start, accidents.on_put):
+        return succeeded(cluster.run())
+
+
+def test_killed_pods_and_dead_engines_are_tried_again(disturbed: Run) -> None:
+    assert disturbed.states_of("extract_shard") == [["ATTEMPT_0", "OK"]] * 2
+    assert disturbed.states_of("train_draft") == [["ATTEMPT_0", "OK"]]
+    causes = [entry.detail.partition(": ")[0] for entry in disturbed.entries if entry.state == "ATTEMPT_0"]
+    assert sorted(causes) == ["Interrupted", "Interrupted", "USER:Recoverable"]
+
+
+def test_an_extraction_goes_on_behind_the_chunks_of_the_killed_pod(disturbed: Run) -> None:
+    chunks = Counter(key for key in disturbed.puts if "extract_hidden_states-" in key and key.endswith(".safetensors"))
+    shards = Counter(key.rpartition("/")[0] for key in chunks)
+    assert min(shards.values()) > 1
+    assert set(chunks.values()) == {1}
+
+
+def test_training_goes_on_from_the_checkpoint_of_the_killed_pod(disturbed: Run) -> None:
+    (node,) = {entry.node for entry in disturbed.entries if entry.task == "train_draft"}
+    started = re.search(r"(\d+) of (\d+) steps done", disturbed.log(node, attempt=1))
+    assert started is not None
+    assert 0 < int(started[1]) < int(started[2])
+
+
+def test_a_deck_outlives_its_pod(cluster: Cluster, disturbed: Run) -> None:
+    deck = cluster.plane.store.read(f"{disturbed.place_of('train_draft')}/0/deck.html")
+    assert deck is not None
+    assert b"Loss by TTT step" in deck
+
+
+def test_accidents_change_nothing_in_the_draft(first: Run, disturbed: Run) -> None:
+    assert disturbed.tasks("OK")["export_draft"] == disturbed.tasks("CACHE_HIT")["evaluate_draft"] == 1
+    assert disturbed.output("export_draft")["digest"] == first.output("export_draft")["digest"]
+
+
+def test_a_wrong_setting_fails_at_once_in_its_own_words(cluster: Cluster, first: Run) -> None:
+    wrong = cluster.run(engine={"max_model_len": 512}, fanout={"replicas": 1, "tensor_parallel_size": 2})
+    assert wrong.states_of("regenerate_shard") == [["ATTEMPT_0", "FAILED"]]
+    (asked,) = {(entry.retries, entry.resources["gpu"]) for entry in wrong.entries if entry.task == "regenerate_shard"}
+    assert asked == (3, "2")
+    message = "ValueError: engine.max_model_len must not exceed the target's 256 positions, got 512; lower it"
+    assert message in " ".join(wrong.result.output.split())
+    assert not wrong.states_of("extract_hidden_states")
+
+
+def test_training_goes_on_without_a_shard_that_fails_for_good(cluster: Cluster, first: Run) -> None:
+    def kill_second(pod: Pod) -> None:
+        if pod.task == "extract_shard" and pod.attempt.node.startswith("n5-dn1"):
+            pod.kill()
+
+    with cluster.plane.watching(on_start=kill_second):
+        run = succeeded(cluster.run(fanout={"min_success_ratio": 0.5}))
+    killed = [f"ATTEMPT_{i}" for i in range(1 + SYSTEM_RETRIES)]
+    assert sorted(run.states_of("extract_shard")) == [[*killed, "FAILED"], ["OK"]]
+    assert len(run.output("gather_hidden_states")["shards"]) == 1
+    assert run.tasks("OK")["train_draft"] == 1
+
+
+def test_a_registered_launch_plan_runs_and_shares_the_cache(cluster: Cluster, first: Run) -> None:
+    registered = CliRunner().invoke(main, ["register", "--copy", "all", "--version", "v1", str(ROOT / "workflows")])
+    assert registered.exit_code == 0, (registered.output, registered.exception)
+    plan = LaunchPlan.create("nightly", prepare_shards, default_inputs={"run_name": "nightly"}, fixed_inputs=cluster.inputs())
+    FlyteRemote(Config.auto(), "flytesnacks", "development").register_launch_plan(plan, version="v1")
+    activated = CliRunner().invoke(main, ["launchplan", "--activate", "nightly", "v1"])
+    assert activated.exit_code == 0, (activated.output, activated.exception)
+    run = succeeded(cluster.pyflyte_run("remote-launchplan", "nightly", "--run_name", "tonight"))
+    assert run.tasks("OK") == Counter({"resolve_inputs": 1, "report_data": 1})
+    assert run.tasks("CACHE_HIT") == Counter({"fetch_target": 1, "prepare_data": 1})
+
+
+def test_everything_packages_without_a_cluster(workplace: Path) -> None:
+    how = ["--pkgs", "workflows", "package", "--source", str(ROOT), "--output", str(workplace / "package.tgz"), "--force"]
+    result = CliRunner().invoke(main, how)
     assert result.exit_code == 0, (result.output, result.exception)
+    with tarfile.open(workplace / "package.tgz") as package:
+        names = " ".join(package.getnames())
+    assert "train_eagle3" in names
