@@ -117,20 +117,23 @@ class Accidents:
     def __init__(self, plane: ControlPlane) -> None:
         self.plane = plane
         self.node_to_kill = ""
+        self.choosing = threading.Lock()
 
     def on_start(self, pod: Pod) -> None:
         if pod.attempt.number > 0:
             return
         if pod.task == "train_draft":
             threading.Thread(target=hold_trainer, args=(pod,)).start()
-        elif pod.task == "extract_shard" and self.node_to_kill:
-            threading.Thread(target=kill_engine, args=(pod,)).start()
-        elif pod.task == "extract_shard":
-            self.node_to_kill = pod.attempt.node
+        if pod.task == "extract_shard":
+            with self.choosing:
+                self.node_to_kill = self.node_to_kill or pod.attempt.node
+            if pod.attempt.node != self.node_to_kill:
+                threading.Thread(target=kill_engine, args=(pod,)).start()
 
     def on_put(self, key: str) -> None:
         for pod in [pod for pod in self.plane.pods.running if pod.attempt.number == 0]:
-            if pod.attempt.node == self.node_to_kill and key.endswith("chunk-00000.json"):
+            place, _, name = key.rpartition("/")
+            if pod.attempt.node == self.node_to_kill and name == "chunk-00000.json" and place in pod.log():
                 pod.kill()
             if pod.task == "train_draft" and key.endswith("deck.html"):
                 pod.kill()
@@ -138,6 +141,7 @@ class Accidents:
 
 def kill_engine(pod: Pod) -> None:
     """The engine's process alone."""
+    found: list[int] = []
     while pod.is_running() and not (found := pod.processes("eagle3.target.worker")):
         time.sleep(0.02)
     for pid in found:
@@ -146,6 +150,7 @@ def kill_engine(pod: Pod) -> None:
 
 def hold_trainer(pod: Pod) -> None:
     """Stop the trainer behind its first checkpoint; the task that started it goes on and saves what is there."""
+    found: list[int] = []
     while pod.is_running() and not (found := pod.processes("eagle3.training.run")):
         time.sleep(0.02)
     while pod.is_running() and not any(pod.directory.rglob("checkpoint.safetensors")):

@@ -14,12 +14,13 @@ import pytest
 from click.testing import CliRunner
 from control_plane import control_plane
 from flyte_runs import ROOT, pyflyte_run
+from flyteidl.core.workflow_pb2 import ArrayNode
 from flytekit import LaunchPlan
 from flytekit.clis.sdk_in_container.pyflyte import main
 from flytekit.configuration import Config
 from flytekit.remote import FlyteRemote
 from pods import Pod
-from propeller import SYSTEM_RETRIES
+from propeller import SYSTEM_RETRIES, needed_successes
 from remote_runs import Accidents, Cluster, Run, succeeded
 
 from workflows.prepare_data import prepare_shards
@@ -113,7 +114,7 @@ def test_an_extraction_goes_on_behind_the_chunks_of_the_killed_pod(disturbed: Ru
     chunks = Counter(key for key in disturbed.puts if "extract_hidden_states-" in key and key.endswith(".safetensors"))
     shards = Counter(key.rpartition("/")[0] for key in chunks)
     assert min(shards.values()) > 1
-    assert set(chunks.values()) == {1}
+    assert set(chunks.values()) == {1}  # the pod was killed behind its first
 
 
 def test_training_goes_on_from_the_checkpoint_of_the_killed_pod(disturbed: Run) -> None:
@@ -142,6 +143,11 @@ def test_a_wrong_setting_fails_at_once_in_its_own_words(cluster: Cluster, first:
     message = "ValueError: engine.max_model_len must not exceed the target's 256 positions, got 512; lower it"
     assert message in " ".join(wrong.result.output.split())
     assert not wrong.states_of("extract_hidden_states")
+
+
+def test_a_success_ratio_of_zero_asks_for_nothing_and_none_for_all() -> None:
+    needed = [needed_successes(ArrayNode(**how), 3) for how in ({"min_success_ratio": 0.0}, {"min_success_ratio": 0.5}, {})]
+    assert needed == [0, 2, 3]
 
 
 def test_training_goes_on_without_a_shard_that_fails_for_good(cluster: Cluster, first: Run) -> None:
