@@ -1,0 +1,159 @@
+"""Runs of the chain on the stand-in cluster, what they left there, and accidents that befall their pods."""
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import yaml
+from click.testing import CliRunner, Result
+from control_plane import ControlPlane
+from flyte_runs import ROOT, write_prompts, write_recipe
+from flyteidl.core.literals_pb2 import LiteralMap
+from flytekit.clis.sdk_in_container.pyflyte import main
+from flytekit.types.file import FlyteFile
+from pods import Pod
+from propeller import Entry
+
+from workflows.prepare_data import prepare_shards
+
+# One row in a step, so that training has steps enough to be killed between; states of a shard in several chunks.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "train": {"pack_tokens": 32, "epochs": 8, "checkpoint_every": 1, "validation_rows": 0},
+    "extract": {"encoding": "fp32", "chunk_bytes": 30_000},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One execution: what pyflyte said, the journal's lines, what was stored."""
+
+    result: Result
+    entries: list[Entry]
+    puts: list[str]
+    plane: ControlPlane
+
+    def tasks(self, state: str) -> Counter[str]:
+        """Names of tasks with a line of this state, and how many there are."""
+        return Counter(entry.task for entry in self.entries if entry.state == state)
+
+    def states_of(self, task: str) -> list[list[str]]:
+        """The states of each node of a task, in order."""
+        nodes = dict.fromkeys(entry.node for entry in self.entries if entry.task == task)
+        return [[entry.state for entry in self.entries if entry.node == node] for node in nodes]
+
+    def log(self, node: str, attempt: int) -> str:
+        """What an attempt wrote."""
+        return self.plane.pods.logs[self.entries[0].execution, node, attempt]
+
+    def place_of(self, task: str) -> str:
+        """Where the metadata of a task's only node lie."""
+        (found,) = {(entry.execution, entry.node) for entry in self.entries if entry.task == task}
+        return "metadata/{}/{}/data".format(*found)
+
+    def output(self, task: str) -> dict[str, Any]:
+        """The dataclass that a task's only node made."""
+        attempt = sum(entry.task == task and entry.state.startswith("ATTEMPT") for entry in self.entries)
+        outputs = self.plane.store.read_message(f"{self.place_of(task)}/{attempt}/outputs.pb", LiteralMap)
+        assert outputs is not None
+        made: dict[str, Any] = msgpack.loads(outputs.literals["o0"].scalar.binary.value)
+        return made
+
+
+class Cluster:
+    """Starts the chain on the stand-in again and again."""
+
+    def __init__(self, plane: ControlPlane, workplace: Path, target: Path) -> None:
+        self.plane, self.workplace, self.target = plane, workplace, target
+
+    def recipe(self, num_prompts: int = 8, **blocks: dict[str, Any]) -> Path:
+        prompts = write_prompts(self.workplace / f"prompts{num_prompts}.jsonl", 0, num_prompts)
+        merged = {name: SETTINGS.get(name, {}) | blocks.get(name, {}) for name in SETTINGS.keys() | blocks}
+        return write_recipe(self.workplace / "recipe.yaml", self.target, prompts, **merged)
+
+    def run(self, num_prompts: int = 8, **blocks: dict[str, Any]) -> Run:
+        """`pyflyte run --remote` the chain, and wait for its end."""
+        inputs = ["train_eagle3", "--inputs-file", str(self.recipe(num_prompts, **blocks))]
+        return self.pyflyte_run(str(ROOT / "workflows/train_eagle3.py"), *inputs)
+
+    def inputs(self) -> dict[str, Any]:
+        """The recipe's values in the types of a workflow's inputs, without the run's name."""
+        values = yaml.safe_load(self.recipe().read_text())
+        del values["run_name"]
+        kinds = prepare_shards.python_interface.inputs
+        return {name: kinds[name](**v) if isinstance(v, dict) else FlyteFile(v) for name, v in values.items()}
+
+    def forget(self, *tasks: str) -> None:
+        """Remove these tasks' outputs from the cache."""
+        cache = self.plane.propeller.cache
+        for key in [key for key in cache if key[0].rsplit(".", 1)[-1] in tasks]:
+            del cache[key]
+
+    def pyflyte_run(self, *what: str) -> Run:
+        before, puts = len(self.plane.journal), len(self.plane.store.puts)
+        how = ["--remote", "--copy", "all", "--wait", "--poll-interval", "1"]
+        result = CliRunner().invoke(main, ["run", *how, *what])
+        return Run(result, self.plane.journal[before:], self.plane.store.puts[puts:], self.plane)
+
+
+def succeeded(run: Run) -> Run:
+    assert run.result.exit_code == 0, (run.result.output, run.result.exception)
+    assert "has succeeded" in run.result.output, [e for e in run.entries if e.detail]
+    return run
+
+
+class Accidents:
+    """What befalls the first attempts of extraction and training.
+
+    One shard's pod is killed when its first chunk is in the store; the other's engine dies as it starts; the training pod is
+    killed when it has published its curves, its trainer held between two steps until then.
+    """
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self.plane = plane
+        self.node_to_kill = ""
+        self.choosing = threading.Lock()
+
+    def on_start(self, pod: Pod) -> None:
+        if pod.attempt.number > 0:
+            return
+        if pod.task == "train_draft":
+            threading.Thread(target=hold_trainer, args=(pod,)).start()
+        if pod.task == "extract_shard":
+            with self.choosing:
+                self.node_to_kill = self.node_to_kill or pod.attempt.node
+            if pod.attempt.node != self.node_to_kill:
+                threading.Thread(target=kill_engine, args=(pod,)).start()
+
+    def on_put(self, key: str) -> None:
+        for pod in [pod for pod in self.plane.pods.running if pod.attempt.number == 0]:
+            place, _, name = key.rpartition("/")
+            if pod.attempt.node == self.node_to_kill and name == "chunk-00000.json" and place in pod.log():
+                pod.kill()
+            if pod.task == "train_draft" and key.endswith("deck.html"):
+                pod.kill()
+
+
+def kill_engine(pod: Pod) -> None:
+    """The engine's process alone."""
+    found: list[int] = []
+    while pod.is_running() and not (found := pod.processes("eagle3.target.worker")):
+        time.sleep(0.02)
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+
+
+def hold_trainer(pod: Pod) -> None:
+    """Stop the trainer behind its first checkpoint; the task that started it goes on and saves what is there."""
+    found: list[int] = []
+    while pod.is_running() and not (found := pod.processes("eagle3.training.run")):
+        time.sleep(0.02)
+    while pod.is_running() and not any(pod.directory.rglob("checkpoint.safetensors")):
+        time.sleep(0.002)
+    for pid in found:
+        os.kill(pid, signal.SIGSTOP)

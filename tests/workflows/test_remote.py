@@ -1,0 +1,184 @@
+"""The whole chain through the real `pyflyte run --remote`: what runs again, what a killed pod costs, what an error says.
+
+The cluster is a stand-in inside this process (control_plane.py); every task runs by its own container command in a process of
+its own, with the code that pyflyte uploaded. The target is named by its path: pods are processes of this machine and can read it.
+"""
+
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from control_plane import control_plane
+from flyte_runs import ROOT, pyflyte_run
+from flyteidl.core.workflow_pb2 import ArrayNode
+from flytekit import LaunchPlan
+from flytekit.clis.sdk_in_container.pyflyte import main
+from flytekit.configuration import Config
+from flytekit.remote import FlyteRemote
+from pods import Pod
+from propeller import SYSTEM_RETRIES, needed_successes
+from remote_runs import Accidents, Cluster, Run, succeeded
+
+from workflows.prepare_data import prepare_shards
+
+pytestmark = [pytest.mark.remote, pytest.mark.slow]
+
+UNCACHED = {
+    "resolve_inputs",
+    "regenerate_responses",
+    "gather_token_shards",
+    "extract_hidden_states",
+    "gather_hidden_states",
+    "summarize_run",
+}
+CACHED = {"fetch_target", "prepare_data", "build_vocab", "train_draft", "export_draft", "evaluate_draft", "sample_rows"}
+PER_SHARD = {"regenerate_shard", "extract_shard"}
+AFTER_EXTRACTION = {"train_draft", "export_draft", "evaluate_draft"}
+
+
+@pytest.fixture(scope="module")
+def cluster(workplace: Path, tiny_target: Path) -> Iterator[Cluster]:
+    with control_plane() as plane, pytest.MonkeyPatch.context() as patch:
+        for name, value in plane.environment.items():
+            patch.setenv(name, value)
+        patch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")  # no image is looked for or built
+        yield Cluster(plane, workplace, tiny_target)
+
+
+@pytest.fixture(scope="module")
+def first(cluster: Cluster) -> Run:
+    return succeeded(cluster.run())
+
+
+def test_a_first_run_makes_everything(first: Run) -> None:
+    assert first.tasks("OK") == Counter(UNCACHED | CACHED) + Counter(dict.fromkeys(PER_SHARD, 2))
+    assert {entry.state for entry in first.entries} == {"OK"}
+
+
+def test_a_rerun_takes_everything_from_the_cache(cluster: Cluster, first: Run) -> None:
+    again = succeeded(cluster.run())
+    assert again.tasks("OK") == Counter(UNCACHED)
+    assert again.tasks("CACHE_HIT") == Counter(CACHED) + Counter(dict.fromkeys(PER_SHARD, 2))
+
+
+def test_another_learning_rate_trains_exports_and_evaluates(cluster: Cluster, first: Run) -> None:
+    other = succeeded(cluster.run(train={"learning_rate": 2e-3}))
+    assert set(other.tasks("OK")) - UNCACHED == AFTER_EXTRACTION
+    assert other.output("export_draft")["digest"] != first.output("export_draft")["digest"]
+
+
+def test_appended_prompts_are_answered_and_extracted_in_new_shards_only(cluster: Cluster, first: Run) -> None:
+    appended = succeeded(cluster.run(num_prompts=11))
+    for task in PER_SHARD:
+        assert Counter(map(tuple, appended.states_of(task))) == {("CACHE_HIT",): 2, ("OK",): 1}
+    assert appended.tasks("OK")["fetch_target"] == 0
+
+
+def test_the_same_inputs_give_the_same_draft_here_and_in_the_cluster(
+    cluster: Cluster, first: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eagle3.evaluation import benchmark
+    from eagle3.export import verify_export
+
+    def stop(*_: object) -> None:
+        raise ValueError("the draft is there")
+
+    monkeypatch.setattr(benchmark, "evaluate", stop)
+    assert "the draft is there" in pyflyte_run(cluster.recipe()).output
+    (export_dir,) = (cluster.workplace / "store").glob("export_draft-*/eagle3")
+    assert verify_export(export_dir) == first.output("export_draft")["digest"]
+
+
+@pytest.fixture(scope="module")
+def disturbed(cluster: Cluster, first: Run) -> Run:
+    """The first run's inputs once more, with accidents, and nothing known behind the answers but what `evaluate` measured."""
+    cluster.forget("extract_shard", "train_draft", "export_draft")
+    cluster.plane.store.delete("eagle3/extract_hidden_states-")
+    accidents = Accidents(cluster.plane)
+    with cluster.plane.watching(accidents.on_start, accidents.on_put):
+        return succeeded(cluster.run())
+
+
+def test_killed_pods_and_dead_engines_are_tried_again(disturbed: Run) -> None:
+    assert disturbed.states_of("extract_shard") == [["ATTEMPT_0", "OK"]] * 2
+    assert disturbed.states_of("train_draft") == [["ATTEMPT_0", "OK"]]
+    causes = [entry.detail.partition(": ")[0] for entry in disturbed.entries if entry.state == "ATTEMPT_0"]
+    assert sorted(causes) == ["Interrupted", "Interrupted", "USER:Recoverable"]
+
+
+def test_an_extraction_goes_on_behind_the_chunks_of_the_killed_pod(disturbed: Run) -> None:
+    chunks = Counter(key for key in disturbed.puts if "extract_hidden_states-" in key and key.endswith(".safetensors"))
+    shards = Counter(key.rpartition("/")[0] for key in chunks)
+    assert min(shards.values()) > 1
+    assert set(chunks.values()) == {1}  # the pod was killed behind its first
+
+
+def test_training_goes_on_from_the_checkpoint_of_the_killed_pod(disturbed: Run) -> None:
+    (node,) = {entry.node for entry in disturbed.entries if entry.task == "train_draft"}
+    started = re.search(r"(\d+) of (\d+) steps done", disturbed.log(node, attempt=1))
+    assert started is not None
+    assert 0 < int(started[1]) < int(started[2])
+
+
+def test_a_deck_outlives_its_pod(cluster: Cluster, disturbed: Run) -> None:
+    deck = cluster.plane.store.read(f"{disturbed.place_of('train_draft')}/0/deck.html")
+    assert deck is not None
+    assert b"Loss by TTT step" in deck
+
+
+def test_accidents_change_nothing_in_the_draft(first: Run, disturbed: Run) -> None:
+    assert disturbed.tasks("OK")["export_draft"] == disturbed.tasks("CACHE_HIT")["evaluate_draft"] == 1
+    assert disturbed.output("export_draft")["digest"] == first.output("export_draft")["digest"]
+
+
+def test_a_wrong_setting_fails_at_once_in_its_own_words(cluster: Cluster, first: Run) -> None:
+    wrong = cluster.run(engine={"max_model_len": 512}, fanout={"replicas": 1, "tensor_parallel_size": 2})
+    assert wrong.states_of("regenerate_shard") == [["ATTEMPT_0", "FAILED"]]
+    (asked,) = {(entry.retries, entry.resources["gpu"]) for entry in wrong.entries if entry.task == "regenerate_shard"}
+    assert asked == (3, "2")
+    message = "ValueError: engine.max_model_len must not exceed the target's 256 positions, got 512; lower it"
+    assert message in " ".join(wrong.result.output.split())
+    assert not wrong.states_of("extract_hidden_states")
+
+
+def test_a_success_ratio_of_zero_asks_for_nothing_and_none_for_all() -> None:
+    needed = [needed_successes(ArrayNode(**how), 3) for how in ({"min_success_ratio": 0.0}, {"min_success_ratio": 0.5}, {})]
+    assert needed == [0, 2, 3]
+
+
+def test_training_goes_on_without_a_shard_that_fails_for_good(cluster: Cluster, first: Run) -> None:
+    def kill_second(pod: Pod) -> None:
+        if pod.task == "extract_shard" and pod.attempt.node.startswith("n5-dn1"):
+            pod.kill()
+
+    with cluster.plane.watching(on_start=kill_second):
+        run = succeeded(cluster.run(fanout={"min_success_ratio": 0.5}))
+    killed = [f"ATTEMPT_{i}" for i in range(1 + SYSTEM_RETRIES)]
+    assert sorted(run.states_of("extract_shard")) == [[*killed, "FAILED"], ["OK"]]
+    assert len(run.output("gather_hidden_states")["shards"]) == 1
+    assert run.tasks("OK")["train_draft"] == 1
+
+
+def test_a_registered_launch_plan_runs_and_shares_the_cache(cluster: Cluster, first: Run) -> None:
+    registered = CliRunner().invoke(main, ["register", "--copy", "all", "--version", "v1", str(ROOT / "workflows")])
+    assert registered.exit_code == 0, (registered.output, registered.exception)
+    plan = LaunchPlan.create("nightly", prepare_shards, default_inputs={"run_name": "nightly"}, fixed_inputs=cluster.inputs())
+    FlyteRemote(Config.auto(), "flytesnacks", "development").register_launch_plan(plan, version="v1")
+    activated = CliRunner().invoke(main, ["launchplan", "--activate", "nightly", "v1"])
+    assert activated.exit_code == 0, (activated.output, activated.exception)
+    run = succeeded(cluster.pyflyte_run("remote-launchplan", "nightly", "--run_name", "tonight"))
+    assert run.tasks("OK") == Counter({"resolve_inputs": 1, "report_data": 1})
+    assert run.tasks("CACHE_HIT") == Counter({"fetch_target": 1, "prepare_data": 1})
+
+
+def test_everything_packages_without_a_cluster(workplace: Path) -> None:
+    how = ["--pkgs", "workflows", "package", "--source", str(ROOT), "--output", str(workplace / "package.tgz"), "--force"]
+    result = CliRunner().invoke(main, how)
+    assert result.exit_code == 0, (result.output, result.exception)
+    with tarfile.open(workplace / "package.tgz") as package:
+        names = " ".join(package.getnames())
+    assert "train_eagle3" in names
