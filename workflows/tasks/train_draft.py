@@ -11,7 +11,7 @@ import images
 from eagle3.config import TrainConfig
 from workflows import store
 from workflows.interfaces import DraftCheckpoint, DraftVocab, HiddenStateShards, Target
-from workflows.live import AttemptCheckpoint, LiveDeck
+from workflows.live import AttemptCheckpoint, TrainingDeck
 from workflows.resources import TRAINER
 from workflows.stage import stage
 
@@ -44,7 +44,7 @@ def train_draft(
     with tempfile.TemporaryDirectory() as init_dir, store.resumable_dir("train_draft", key) as out:
         if init_digest:
             _fetch_initial(init_from, init_digest, target_dir, states.layer_ids, train, init_dir)
-        checkpoint, deck = AttemptCheckpoint(out / CHECKPOINT_NAME), LiveDeck(out / METRICS)
+        checkpoint, deck = AttemptCheckpoint(out / CHECKPOINT_NAME), TrainingDeck(out / METRICS)
         checkpoint.restore()
 
         def report() -> None:
