@@ -208,7 +208,7 @@ def test_a_report_is_sent_once_a_second_and_at_the_end_of_what_succeeds() -> Non
         report.tell()
         assert sent == []  # no job yet
         report.begin(4, "answers", lambda: report.conversations)
-        for seconds in (50.5, 50.9, 51.0, 51.5, 51.9, 52.1):
+        for seconds in (50.5, 50.95, 51.0, 51.5, 51.95, 52.1):
             now[0] = seconds
             report.add(2, 0)
             report.tell(generated)

@@ -1,6 +1,8 @@
 """Live Decks of the engine's tasks: published while they work, at most every 20 s, and never in the way of the work."""
 
+import io
 import logging
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +24,7 @@ from eagle3.target.progress import Progress, Watch
 from workflows import live
 from workflows.interfaces import DraftExport, Target, TokenShard
 from workflows.live import JobDeck
+from workflows.stage import stage
 from workflows.tasks.collect_agent_traces import collect_shard
 from workflows.tasks.evaluate_draft import evaluate_draft
 from workflows.tasks.extract_hidden_states import extract_shard
@@ -207,3 +210,29 @@ def test_an_evaluating_task_shows_its_passes_and_the_acceptance(
     assert page.count("<section>") == 2
     for text in ("1.447", "0.311, 0.106", "28.3 / 35.2", "identical"):
         assert text in page
+
+
+class Stderr(io.StringIO):
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_here_the_log_goes_to_stderr_where_that_is_no_terminal(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    logger = logging.getLogger("eagle3")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+
+    @stage
+    def work() -> None:
+        logging.getLogger("eagle3.target.progress").info("half of it is done")
+
+    for _ in range(2):  # the second stderr is another, as with every call of a test runner
+        monkeypatch.setattr("sys.stderr", Stderr(is_terminal))
+        logger.manager._clear_cache()  # type: ignore[attr-defined]
+        work()
+        assert sys.stderr.getvalue() == ("" if is_terminal else "half of it is done\n")  # type: ignore[attr-defined]
