@@ -11,6 +11,7 @@ from eagle3.config import EngineConfig, FanOutConfig, RegenerateConfig
 from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import Target, TokenShard
+from workflows.live import JobDeck
 from workflows.resources import replica_overrides
 
 logger = logging.getLogger("eagle3")
@@ -37,6 +38,7 @@ def answer_shard(
 
     store.share_credentials()
     path = store.new_dir(name) / f"shard-{shard.index:05d}.parquet"
+    deck = JobDeck(f"{name.partition('_')[0]} shard {shard.index}")
     with store.keyed_place(name, key) as log_place:
         made = play(
             target.directory.download(),
@@ -47,9 +49,12 @@ def answer_shard(
             regenerate,
             tensor_parallel_size=tensor_parallel_size,
             server_url=server_url,
+            watch=deck.watch(),
         )
     accounts = made.pop("counts")
     logger.info("shard %d: %s", shard.index, accounts_text(accounts))
+    names = ("rows", "tokens", "supervised_tokens")
+    deck.finish({name.replace("_", " "): f"{made[name]:,}" for name in names}, accounts_text(accounts))
     warn_of_limit(accounts, f"shard {shard.index}")
     return TokenShard(shard.index, FlyteFile(str(path)), accounts=accounts, **made)
 

@@ -1,12 +1,15 @@
-"""What a training task does while its processes work: it publishes a live Deck and saves checkpoints for the next attempt.
+"""What a long task does while its processes work: it publishes a live Deck; training saves checkpoints for the next attempt, too.
 
-Locally there is nobody to publish to, and the next attempt finds the directory itself (store.resumable_dir).
+Locally there is nobody to publish to, and the next attempt finds the directory itself (store.resumable_dir). Flyte shows no Deck
+of a map task's parts (extract with `fanout.min_success_ratio` below 1): their logs alone say how far they are.
 """
 
 import logging
 import os
 import tempfile
 import time
+from abc import ABC, abstractmethod
+from functools import partial
 from pathlib import Path
 
 from flytekit import Deck, current_context
@@ -14,35 +17,91 @@ from flytekit.core.checkpointer import Checkpoint
 from flytekit.exceptions.system import FlyteDownloadDataException, FlyteUploadDataException
 from flytekit.exceptions.user import FlyteDataNotFoundException
 
+from eagle3.target.progress import Progress, Watch
 from workflows import store
 
 logger = logging.getLogger("eagle3")
 PUBLISH_EVERY_S = 20.0
+# Between two points of a job's curve.
+LOOK_EVERY_S = 5.0
 
 
-class LiveDeck(Deck):  # type: ignore[misc]
-    """A Deck whose content is drawn from metrics.jsonl whenever it is written."""
+class LiveDeck(Deck, ABC):  # type: ignore[misc]
+    """A Deck whose content is drawn whenever it is written: by `show`, and by Flyte when the task has ended."""
 
-    def __init__(self, metrics_path: Path) -> None:
-        super().__init__("training")
-        self.metrics_path = metrics_path
+    def __init__(self, name: str) -> None:
+        super().__init__(name, auto_add_to_deck=not store.is_local())
         self.published_at = -PUBLISH_EVERY_S
 
     @property
     def html(self) -> str:
+        return self.draw()
+
+    @abstractmethod
+    def draw(self) -> str:
+        """The Deck as it stands, as HTML below 1 MB."""
+
+    def show(self) -> None:
+        """Publish, at most every PUBLISH_EVERY_S seconds; where that fails, the work goes on."""
+        if store.is_local() or time.monotonic() - self.published_at < PUBLISH_EVERY_S or not current_context().enable_deck:
+            return
+        try:
+            Deck.publish()
+        except Exception as e:
+            logger.warning("the Deck could not be published (%s); it is tried again", e)
+        self.published_at = time.monotonic()
+
+
+class TrainingDeck(LiveDeck):
+    """Curves from metrics.jsonl."""
+
+    def __init__(self, metrics_path: Path) -> None:
+        super().__init__("training")
+        self.metrics_path = metrics_path
+
+    def draw(self) -> str:
         from eagle3.evaluation.live import render_live
         from eagle3.training.metrics import read_metrics
 
-        if self.metrics_path.exists():  # before the first step there is none
-            self._html = render_live(read_metrics(self.metrics_path))
-        return str(self._html)
+        # Before the first step there are none.
+        return render_live(read_metrics(self.metrics_path)) if self.metrics_path.exists() else ""
 
-    def show(self) -> None:
-        """Publish, at most every PUBLISH_EVERY_S seconds."""
-        if store.is_local() or time.monotonic() - self.published_at < PUBLISH_EVERY_S:
-            return
-        self.published_at = time.monotonic()
-        Deck.publish()
+
+class JobDeck(LiveDeck):
+    """How far an engine's jobs are, and at the end what came of them.
+
+    Args:
+        title: stage and shard.
+    """
+
+    def __init__(self, title: str) -> None:
+        super().__init__("progress")
+        self.title = title
+        self.jobs: dict[str, list[Progress]] = {}
+        self.figures: dict[str, str] = {}
+        self.note = ""
+        self.show()
+
+    def watch(self, label: str = "") -> Watch:
+        """What shows the next job, here and on stderr; the label is the title where there is one job only."""
+        looks = self.jobs.setdefault(label or self.title, [])
+        return Watch(label or self.title, partial(self._take, looks))
+
+    def finish(self, figures: dict[str, str], note: str = "") -> None:
+        """Say what came of it, what -> figure; Flyte writes the Deck once more when the task ends."""
+        self.figures, self.note = figures, note
+
+    def _take(self, looks: list[Progress], progress: Progress) -> None:
+        # The last look stands for the present, those before it keep their distance.
+        if len(looks) > 1 and progress.seconds - looks[-2].seconds < LOOK_EVERY_S:
+            looks.pop()
+        looks.append(progress)
+        self.show()
+
+    def draw(self) -> str:
+        from eagle3.evaluation.live import render_jobs
+
+        return render_jobs(self.title, self.jobs, self.figures, self.note)
 
 
 class AttemptCheckpoint:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -24,7 +25,8 @@ def stage(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not store.is_local():
+        # A terminal has bars.
+        if not (store.is_local() and sys.stderr.isatty()):
             _show_log()
         with journal.timer() as seconds:
             try:
@@ -40,8 +42,16 @@ def stage(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _show_log() -> None:
-    """Write what the library tells of its work into the pod's log."""
+    """Write what the library tells of its work into the log: a pod's, or a file that takes stderr here."""
     logger = logging.getLogger("eagle3")
     if not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
+        logger.addHandler(_StderrHandler())
         logger.setLevel(logging.INFO)
+
+
+class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what stderr is at the time: test runners and notebooks replace it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)

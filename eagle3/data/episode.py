@@ -64,6 +64,11 @@ class Episode:
             self.turns_left = list(self.script.turns)
             self.rounds_left = limits.max_tool_rounds
 
+    @property
+    def num_turns_over(self) -> int:
+        """User turns for which nothing more is asked."""
+        return self.counts["answered"] + self.counts["failed"] + self.counts["skipped"]
+
     def take(self, answer: Answer) -> None:
         """Go on behind the target's answer to `prompt`."""
         assert self.prompt is not None

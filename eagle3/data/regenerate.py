@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Player:
-    """All conversations of a shard.
+    """All conversations of a shard: `num_turns_over` of `num_turns` user turns need no more answers.
 
     Args:
         rows: prompts, all-False masks, and rows that have answers already, which stay as they are.
@@ -42,14 +42,15 @@ class Player:
             if not any(row.loss_mask):
                 limits = Limits(max_model_len, self.sampling[row.source].max_new_tokens, cfg.max_tool_rounds)
                 self.episodes[i] = Episode(row, limits, tokenizer, end_ids)
-        self.num_found = 0
+        self.num_turns = sum(episode.counts["requested"] for episode in self.episodes.values())
+        self.num_found = self.num_turns_over = 0
 
     def start(self) -> dict[int, Request]:
         """What is to be asked first, by the row's number, behind the answers that the log has."""
         requests = {}
         for i, episode in self.episodes.items():
             while episode.prompt and (answer := self.log.find(i, episode.num_answers, episode.prompt)):
-                episode.take(answer)
+                self._take(episode, answer)
                 self.num_found += 1
             if request := self._request(i):
                 requests[i] = request
@@ -62,7 +63,7 @@ class Player:
         episode = self.episodes[i]
         assert episode.prompt is not None
         self.log.add(i, episode.num_answers, episode.prompt, answer)
-        episode.take(answer)
+        self._take(episode, answer)
         return self._request(i)
 
     def result(self) -> tuple[list[TokenRow], dict[str, int]]:
@@ -70,6 +71,11 @@ class Player:
         done = [row for i, row in enumerate(self.rows) for row in (self.episodes[i].rows if i in self.episodes else [row])]
         counts = sum((episode.counts for episode in self.episodes.values()), Counter[str]())
         return done, {"conversations": len(self.episodes)} | dict(counts)
+
+    def _take(self, episode: Episode, answer: Answer) -> None:
+        before = episode.num_turns_over
+        episode.take(answer)
+        self.num_turns_over += episode.num_turns_over - before
 
     def _request(self, i: int) -> Request | None:
         prompt = self.episodes[i].prompt

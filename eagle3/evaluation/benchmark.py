@@ -7,19 +7,22 @@ engine's own rounds and accepted counts (exactly so in float32).
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from eagle3.batch import pack_rows
 from eagle3.config import EngineConfig, EvaluateConfig, ExtractConfig
 from eagle3.draft.acceptance import AcceptanceCounts, walk
-from eagle3.draft.model import load_exported
+from eagle3.draft.model import Eagle3Draft, load_exported
 from eagle3.draft.ttt import find_hits, guess, unroll
-from eagle3.hidden_states import read_hidden_states
+from eagle3.hidden_states import HiddenStateRow, read_hidden_states
 from eagle3.shards import TokenRow, read_token_shard, write_token_shard
 from eagle3.target import engine as target_engine
+from eagle3.target.progress import Report, Watch
 from eagle3.target.properties import end_of_turn_ids
 from eagle3.target.weights import load_target_tensors
 
@@ -27,7 +30,13 @@ EXACT_ENCODING: dict[str, Literal["fp32", "bf16", "fp16"]] = {"float32": "fp32",
 
 
 def evaluate(
-    target_dir: str, export_dir: str, heldout_path: str, engine: EngineConfig, cfg: EvaluateConfig, out_path: str
+    target_dir: str,
+    export_dir: str,
+    heldout_path: str,
+    engine: EngineConfig,
+    cfg: EvaluateConfig,
+    out_path: str,
+    watch: Callable[[str], Watch] = Watch,
 ) -> dict[str, Any]:
     """Measure a draft and write the figures as JSON.
 
@@ -38,6 +47,7 @@ def evaluate(
         engine: how the target runs; dtype and sequences in flight come from cfg.
         cfg: what is measured.
         out_path: evaluation.json.
+        watch: gives what shows a pass, by its label.
 
     Returns:
         The content of evaluation.json: acceptance_length, acceptance_by_position, rounds, accepted and their trainer_ twins,
@@ -48,17 +58,18 @@ def evaluate(
     """
     rows = read_token_shard(heldout_path)
     k = cfg.num_speculative_tokens
-    longest = max(rows, key=lambda r: len(r.token_ids))
-    if len(longest.token_ids) + cfg.max_new_tokens + 2 * k > engine.max_model_len:  # nearer the end rounds get fewer guesses
-        raise ValueError(
-            f"{heldout_path}: prompt {longest.sample_id} has {len(longest.token_ids)} tokens; with evaluate.max_new_tokens "
-            f"{cfg.max_new_tokens} and 2k it exceeds engine.max_model_len {engine.max_model_len}; raise that or lower the other"
-        )
+    _check_room(heldout_path, rows, engine, cfg)
     settings = engine.model_copy(update={"dtype": cfg.dtype, "max_num_seqs": cfg.concurrency})
     greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
     prompts = [r.token_ids for r in rows]
     plain = target_engine.generate(
-        target_dir, prompts, settings, max_new_tokens=cfg.max_new_tokens + k, ignore_eos=True, **greedy
+        target_dir,
+        prompts,
+        settings,
+        max_new_tokens=cfg.max_new_tokens + k,
+        ignore_eos=True,
+        watch=watch("evaluate without draft"),
+        **greedy,
     )
     written, end_ids = [a.token_ids for a in plain.answers], end_of_turn_ids(target_dir)
     lengths = [answer_length(ids, end_ids, cfg.max_new_tokens) for ids in written]
@@ -69,9 +80,10 @@ def evaluate(
         max_new_tokens=cfg.max_new_tokens,
         draft_dir=export_dir,
         num_speculative_tokens=k,
+        watch=watch("evaluate with draft"),
         **greedy,
     )
-    predicted = predict_acceptance(target_dir, export_dir, rows, written, lengths, engine, cfg)
+    predicted = predict_acceptance(target_dir, export_dir, rows, written, lengths, engine, cfg, watch)
     differing = [
         row.sample_id
         for row, ids, length, other in zip(rows, written, lengths, drafted.answers, strict=True)
@@ -94,6 +106,16 @@ def evaluate(
     }
     Path(out_path).write_text(json.dumps(report, indent=1))
     return report
+
+
+def _check_room(heldout_path: str, rows: list[TokenRow], engine: EngineConfig, cfg: EvaluateConfig) -> None:
+    longest = max(rows, key=lambda r: len(r.token_ids))
+    # Nearer the end rounds get fewer guesses.
+    if len(longest.token_ids) + cfg.max_new_tokens + 2 * cfg.num_speculative_tokens > engine.max_model_len:
+        raise ValueError(
+            f"{heldout_path}: prompt {longest.sample_id} has {len(longest.token_ids)} tokens; with evaluate.max_new_tokens "
+            f"{cfg.max_new_tokens} and 2k it exceeds engine.max_model_len {engine.max_model_len}; raise that or lower the other"
+        )
 
 
 def _figures(counts: AcceptanceCounts, prefix: str) -> dict[str, Any]:
@@ -119,6 +141,7 @@ def predict_acceptance(
     lengths: list[int],
     engine: EngineConfig,
     cfg: EvaluateConfig,
+    watch: Callable[[str], Watch] = Watch,
 ) -> AcceptanceCounts:
     """The trainer's own figure: capture the target's greedy answers, unroll the draft over them, walk.
 
@@ -126,6 +149,7 @@ def predict_acceptance(
         rows: the prompts.
         written: the target's greedy tokens after each, at least num_speculative_tokens - 1 of them past the answer's end.
         lengths: tokens of each answer.
+        watch: gives what shows a pass, by its label.
     """
     content = json.loads((Path(export_dir) / "config.json").read_text())
     draft, target_ids = load_exported(export_dir, load_target_tensors(target_dir).embedding)
@@ -145,13 +169,24 @@ def predict_acceptance(
             engine.model_copy(update={"dtype": cfg.dtype}),
             ExtractConfig(encoding=EXACT_ENCODING[cfg.dtype], compression="none"),
             {},
+            watch=watch("evaluate: capture the answers"),
         )
-        for row, length, captured in zip(rows, lengths, read_hidden_states(f"{scratch}/states"), strict=True):
-            batch = pack_rows([captured], cfg.num_speculative_tokens)
-            with torch.no_grad():
-                hits = find_hits(guess(unroll(draft, batch), draft.lm_head.weight, target_ids), batch)
-            by_position = torch.zeros(len(hits), len(captured.token_ids), dtype=torch.bool)
-            by_position[:, batch.slots] = hits
-            first = len(row.token_ids)
-            counts = counts + walk(by_position, first, first + length - 1, cfg.num_speculative_tokens)
+        with watch("evaluate: the walk") as shown, Report(shown) as report:
+            report.begin(len(rows), "answers", lambda: report.conversations)
+            for row, length, captured in zip(rows, lengths, read_hidden_states(f"{scratch}/states"), strict=True):
+                by_position = _hits_by_position(draft, target_ids, captured, cfg.num_speculative_tokens)
+                first = len(row.token_ids)
+                counts = counts + walk(by_position, first, first + length - 1, cfg.num_speculative_tokens)
+                report.add(len(captured.token_ids), 1)
+                report.tell()
     return counts
+
+
+def _hits_by_position(draft: Eagle3Draft, target_ids: Tensor, captured: HiddenStateRow, ttt_steps: int) -> Tensor:
+    """[k, T] bool: whether the guess of TTT step i at a position is the target's own token."""
+    batch = pack_rows([captured], ttt_steps)
+    with torch.no_grad():
+        hits = find_hits(guess(unroll(draft, batch), draft.lm_head.weight, target_ids), batch)
+    by_position = torch.zeros(len(hits), len(captured.token_ids), dtype=torch.bool)
+    by_position[:, batch.slots] = hits
+    return by_position

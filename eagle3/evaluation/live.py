@@ -1,11 +1,16 @@
-"""Curves of a training run that is still going on, as HTML: what the live Deck shows."""
+"""What is still going on, as HTML for live Decks: the curves of a training run, how far an engine's jobs are."""
 
+from dataclasses import replace
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 from eagle3.page.charts import Point, line_chart
-from eagle3.page.parts import STYLE
+from eagle3.page.parts import STYLE, section, tiles_row
+from eagle3.target.progress import Progress, duration_text
 
+# The last look at a job may follow the one before at once; the rate between them says nothing.
+SHORTEST_LOOK_S = 1.0
 # Chart title -> metrics that it draws: key in a metrics line, name of the curve.
 CHARTS: dict[str, dict[str, str]] = {
     "Loss": {"loss": "all steps"},
@@ -54,3 +59,38 @@ def _curves(metrics: list[dict[str, Any]], keys: dict[str, str]) -> dict[str, li
                     y = number / (1 << 30) if key == "memory_bytes" else float(number)
                     curves.setdefault(curve, []).append((float(line["step"]), y))
     return curves
+
+
+def render_jobs(title: str, jobs: dict[str, list[Progress]], figures: dict[str, str], note: str = "") -> str:
+    """Render how far jobs are, one after the other, and what came of them; curves are thinned, as for training.
+
+    Args:
+        title: what is made, plain text.
+        jobs: label -> looks at the job, oldest first, some seconds apart; none while its engine starts.
+        figures: what it is -> figure, once all is done; plain text.
+        note: a sentence under these, plain text.
+    """
+    state = "done" if figures else "under way" if any(jobs.values()) else "the engine starts"
+    result = tiles_row([(figure, text, "") for text, figure in figures.items()]) if figures else ""
+    result += f"<p>{escape(note)}</p>" if note else ""
+    parts = "".join(section(label, _job(looks)) for label, looks in jobs.items())
+    return f'<style>{STYLE}</style><div class="e3"><h1>{escape(title)}</h1><p class="soft">{state}</p>{result}{parts}</div>'
+
+
+def _job(looks: list[Progress]) -> str:
+    if not looks:
+        return '<p class="soft">nothing yet</p>'
+    newest = looks[-1]
+    tiles = [(f"{newest.done:,} / {newest.total:,}", newest.unit, "")]
+    if newest.kept:
+        tiles.append((f"{newest.kept:,}", "of these by an earlier attempt", ""))
+    if newest.conversations != newest.done:
+        tiles.append((f"{newest.conversations:,}", "conversations", ""))
+    tiles.append((f"{newest.tokens_per_s():,.0f}", "tokens/s", ""))
+    if newest.done < newest.total:
+        left = newest.seconds_left
+        tiles.append(("?" if left is None else duration_text(left), "left", ""))
+    tiles.append((duration_text(newest.seconds), "so far", ""))
+    first = replace(newest, done=newest.kept, tokens=0, conversations=0, seconds=0.0)
+    rate = [(b.seconds, b.tokens_per_s(a)) for a, b in pairwise([first, *looks]) if b.seconds - a.seconds >= SHORTEST_LOOK_S]
+    return f'{tiles_row(tiles)}<div class="charts">{line_chart("Speed", {"tokens/s": rate}, "seconds")}</div>'

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from eagle3.config import ExtractConfig
 from eagle3.hidden_state_writer import HiddenStateWriter
@@ -174,34 +173,31 @@ def capture_with_vllm(engine: Any, rows: list[TokenRow], add: Add, bytes_per_tok
     drain.start()
     num_submitted = submitted_tokens = cached_tokens = 0
     moved_at, num_seen = time.monotonic(), 0
-    with tqdm(total=sum(len(r.token_ids) for r in rows), desc="extract", unit="tok", mininterval=1, delay=2) as bar:
-        while drain.is_alive():
-            room = IN_FLIGHT_BYTES // bytes_per_token - (submitted_tokens - drain.num_tokens)
-            while num_submitted < len(rows) and room > 0 and engine.get_num_unfinished_requests() < 2 * max_num_seqs:
-                token_ids = rows[num_submitted].token_ids
-                request_id = engine.add_request(str(num_submitted), tokens_input(token_ids), params)
-                drain.index_of[request_id] = num_submitted
-                num_submitted += 1
-                submitted_tokens += len(token_ids)
-                room -= len(token_ids)
-            bar.update(drain.num_tokens - bar.n)
-            busy = engine.has_unfinished_requests()
-            if not busy and not drain.is_waiting:  # the writer has to catch up, the engine has nothing to do
-                moved_at = time.monotonic()
-                time.sleep(0.001)
-                continue
-            # A row's states leave the cache one step after its token: steps go on until the thread has them all.
-            for output in engine.step():
-                drain.next_token[int(output.request_id)] = output.outputs[0].token_ids[0]
-                cached_tokens += output.num_cached_tokens or 0
-            if busy or drain.num_tokens > num_seen:
-                moved_at, num_seen = time.monotonic(), drain.num_tokens
-            elif time.monotonic() - moved_at > STALL_S:
-                missing = [rows[i].sample_id for i in drain.index_of.values()]
-                raise RuntimeError(f"the engine is idle but the states of rows {missing[:8]} never came; run the shard again")
-            else:
-                time.sleep(0.001)
-        bar.update(drain.num_tokens - bar.n)
+    while drain.is_alive():
+        room = IN_FLIGHT_BYTES // bytes_per_token - (submitted_tokens - drain.num_tokens)
+        while num_submitted < len(rows) and room > 0 and engine.get_num_unfinished_requests() < 2 * max_num_seqs:
+            token_ids = rows[num_submitted].token_ids
+            request_id = engine.add_request(str(num_submitted), tokens_input(token_ids), params)
+            drain.index_of[request_id] = num_submitted
+            num_submitted += 1
+            submitted_tokens += len(token_ids)
+            room -= len(token_ids)
+        busy = engine.has_unfinished_requests()
+        if not busy and not drain.is_waiting:  # the writer has to catch up, the engine has nothing to do
+            moved_at = time.monotonic()
+            time.sleep(0.001)
+            continue
+        # A row's states leave the cache one step after its token: steps go on until the thread has them all.
+        for output in engine.step():
+            drain.next_token[int(output.request_id)] = output.outputs[0].token_ids[0]
+            cached_tokens += output.num_cached_tokens or 0
+        if busy or drain.num_tokens > num_seen:
+            moved_at, num_seen = time.monotonic(), drain.num_tokens
+        elif time.monotonic() - moved_at > STALL_S:
+            missing = [rows[i].sample_id for i in drain.index_of.values()]
+            raise RuntimeError(f"the engine is idle but the states of rows {missing[:8]} never came; run the shard again")
+        else:
+            time.sleep(0.001)
     if drain.failure is not None:
         raise drain.failure
     return cached_tokens

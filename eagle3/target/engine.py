@@ -22,6 +22,7 @@ from eagle3.remote import is_remote
 from eagle3.shards import read_token_shard
 from eagle3.target.answers import Answer
 from eagle3.target.process import WorkerProcess
+from eagle3.target.progress import Watch
 from eagle3.target.properties import check_max_model_len
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def generate(
     ignore_eos: bool = False,
     tensor_parallel_size: int = 1,
     server_url: str = "",
+    watch: Watch | None = None,
 ) -> Generation:
     """Answer prompts with the target, token ids in and out.
 
@@ -70,6 +72,7 @@ def generate(
         num_speculative_tokens: k, with a draft only.
         tensor_parallel_size: GPUs that share the target.
         server_url: of a running vLLM server, which then answers instead of an engine of ours.
+        watch: shows how it goes.
 
     Raises:
         ValueError: if a prompt is empty or leaves no room for an answer.
@@ -82,7 +85,8 @@ def generate(
     check_max_model_len(engine.max_model_len, json.loads((Path(target_dir) / "config.json").read_text()))
     settings = _settings(target_dir, engine, None, draft_dir, num_speculative_tokens, tensor_parallel_size, server_url)
     sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
-    result = _run(settings, {"op": "generate", "prompts": prompts, "sampling": {**sampling, "ignore_eos": ignore_eos}})
+    request = {"op": "generate", "prompts": prompts, "sampling": {**sampling, "ignore_eos": ignore_eos}}
+    result = _run(settings, request, watch or Watch("generate"))
     return Generation(**{**result, "answers": [Answer(**a) for a in result["answers"]]})
 
 
@@ -95,6 +99,7 @@ def play(
     regenerate: RegenerateConfig,
     tensor_parallel_size: int = 1,
     server_url: str = "",
+    watch: Watch | None = None,
 ) -> dict[str, Any]:
     """Let the target answer the waiting rows of a token shard, turn by turn on its own history.
 
@@ -104,6 +109,7 @@ def play(
             an earlier attempt left there is not asked again.
         tensor_parallel_size: GPUs that share the target.
         server_url: of a running vLLM server, which then answers instead of an engine of ours.
+        watch: shows how it goes.
 
     Returns:
         rows, tokens, supervised_tokens and digest of the written shard; counts, as eagle3.data.regenerate.Player.result.
@@ -124,8 +130,8 @@ def play(
         "regenerate": regenerate.model_dump(),
         "max_model_len": engine.max_model_len,
     }
-    result: dict[str, Any] = _run(_settings(target_dir, engine, None, None, 0, tensor_parallel_size, server_url), request)
-    return result
+    settings = _settings(target_dir, engine, None, None, 0, tensor_parallel_size, server_url)
+    return _run(settings, request, watch or Watch("regenerate"))
 
 
 def capture(
@@ -138,6 +144,7 @@ def capture(
     info: dict[str, Any],
     tensor_parallel_size: int = 1,
     server_url: str = "",
+    watch: Watch | None = None,
 ) -> dict[str, Any]:
     """Capture the hidden states of one token shard into one hidden-state shard, going on from what an earlier attempt left.
 
@@ -147,6 +154,7 @@ def capture(
         info: goes into the manifest, with the engine's version and settings: target name and revision.
         tensor_parallel_size: GPUs that share the target.
         server_url: of a running vLLM server set up for capture, which then computes instead of an engine of ours.
+        watch: shows how it goes.
 
     Returns:
         The manifest.
@@ -174,16 +182,13 @@ def capture(
         "extract": extract.model_dump(),
         "info": info,
     }
+    settings = _settings(target_dir, engine, layer_ids, None, 0, tensor_parallel_size, server_url)
     start = time.perf_counter()
-    result = _run(_settings(target_dir, engine, layer_ids, None, 0, tensor_parallel_size, server_url), request)
+    result = _run(settings, request, watch or Watch("extract"))
     manifest: dict[str, Any] = result["manifest"]
-    logger.info(
-        "captured %d tokens, %.3f GB, in %.1f s, start-up included; %d came from the prefix cache",
-        manifest["tokens"],
-        manifest["bytes"] / 1e9,
-        time.perf_counter() - start,
-        result["cached_tokens"],
-    )
+    seconds, size_gb = time.perf_counter() - start, manifest["bytes"] / 1e9
+    text = "captured %d tokens, %.3f GB, in %.1f s, start-up included; %d came from the prefix cache"
+    logger.info(text, manifest["tokens"], size_gb, seconds, result["cached_tokens"])
     return manifest
 
 
@@ -267,8 +272,8 @@ def _file_stamp(directory: str | Path) -> list[list[Any]]:
     return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
 
-def _run(settings: dict[str, Any], request: dict[str, Any]) -> Any:
-    with _lock:
+def _run(settings: dict[str, Any], request: dict[str, Any], watch: Watch) -> dict[str, Any]:
+    with _lock, watch:
         library = "httpx" if settings["server_url"] else settings["engine"]["engine"]
         worker = _ready_worker(library)
         if worker.settings != settings:
@@ -276,7 +281,8 @@ def _run(settings: dict[str, Any], request: dict[str, Any]) -> Any:
             worker = _ready_worker(library)
             worker.settings = settings
             worker.ask({"op": "start", "settings": settings})
-        return worker.ask(request)
+        result: dict[str, Any] = worker.ask(request, watch)
+        return result
 
 
 def _ready_worker(library: str) -> WorkerProcess:

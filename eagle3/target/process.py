@@ -1,12 +1,19 @@
 """The engine's worker process as its parent sees it: started with the right environment, asked, told to stop, outlived."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from eagle3.target.progress import Progress
+
+logger = logging.getLogger(__name__)
+OnProgress = Callable[[Progress], None]
 
 
 class WorkerProcess:
@@ -23,20 +30,22 @@ class WorkerProcess:
             env=_environment(library),
         )
 
-    def ask(self, request: dict[str, Any]) -> Any:
-        """Send one request and wait for its result; an engine that failed is not used again."""
+    def ask(self, request: dict[str, Any], on_progress: OnProgress | None = None) -> Any:
+        """Send one request and wait for its result; an engine that failed is not used again.
+
+        Args:
+            on_progress: hears about once a second how far the job is; if it fails, it is not called again and the job goes on.
+        """
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         try:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
-            line = self.process.stdout.readline()
+            reply = self._next_reply(on_progress)
         except BrokenPipeError:
-            line = ""
+            reply = {"died": self.process.wait()}
         except BaseException:  # Ctrl-C: the reply may still come, and nobody would take it
             self.end()
             raise
-        reply = json.loads(line) if line.endswith("\n") else {"died": self.process.wait()}
         if "died" in reply:
             self.end()
             if request["op"] == "stop":
@@ -46,6 +55,21 @@ class WorkerProcess:
             self.stop_engine()
             raise (ValueError if reply["is_value_error"] else RuntimeError)(reply["error"])
         return reply["result"]
+
+    def _next_reply(self, on_progress: OnProgress | None) -> dict[str, Any]:
+        """The reply behind any number of lines that tell of progress."""
+        assert self.process.stdout is not None
+        while (line := self.process.stdout.readline()).endswith("\n"):
+            reply: dict[str, Any] = json.loads(line)
+            if "progress" not in reply:
+                return reply
+            try:
+                if on_progress:
+                    on_progress(Progress(**reply["progress"]))
+            except Exception as e:
+                logger.warning("progress is not shown any more: %s", e, exc_info=True)
+                on_progress = None
+        return {"died": self.process.wait()}
 
     def stop_engine(self) -> None:
         """Give the engine's memory back; where the process cannot fork, it ends with its engine."""

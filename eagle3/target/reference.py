@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from eagle3.shards import TokenRow
 from eagle3.target.answers import Answer, Follow, Request
 from eagle3.target.capture import Add
+from eagle3.target.progress import Report
 from eagle3.target.properties import end_of_turn_ids
 
 # Padding is computed here, unlike in vLLM: batches are small and hold rows of similar length.
@@ -49,13 +49,11 @@ class ReferenceEngine:
     def capture(self, rows: list[TokenRow], layer_ids: list[int], add: Add) -> int:
         """Hand every row's states to `add`, in batches of similar length; returns 0, nothing comes from a cache."""
         lengths = [len(r.token_ids) for r in rows]
-        with tqdm(total=sum(lengths), desc="extract", unit="tok", mininterval=1, delay=2) as bar:
-            for batch in self._batches_in_order(lengths):
-                states, last = self._states([rows[i].token_ids for i in batch], layer_ids)
-                for j, i in enumerate(batch):
-                    row_states, n = states[j, : lengths[i]], lengths[i]
-                    add(i, row_states.cpu(), int(self.model.lm_head(last[j, n - 1]).argmax()))
-                    bar.update(n)
+        for batch in self._batches_in_order(lengths):
+            states, last = self._states([rows[i].token_ids for i in batch], layer_ids)
+            for j, i in enumerate(batch):
+                row_states, n = states[j, : lengths[i]], lengths[i]
+                add(i, row_states.cpu(), int(self.model.lm_head(last[j, n - 1]).argmax()))
         return 0
 
     def _batches_in_order(self, lengths: list[int]) -> Iterator[list[int]]:
@@ -83,7 +81,15 @@ class ReferenceEngine:
         return torch.stack(wanted, dim=2), output.last_hidden_state
 
     def generate(
-        self, prompts: list[list[int]], *, temperature: float, top_p: float, max_new_tokens: int, seed: int, ignore_eos: bool
+        self,
+        prompts: list[list[int]],
+        *,
+        temperature: float,
+        top_p: float,
+        max_new_tokens: int,
+        seed: int,
+        ignore_eos: bool,
+        report: Report,
     ) -> dict[str, Any]:
         """Answer every prompt; a Generation as a dict."""
         stop_ids = [] if ignore_eos else end_of_turn_ids(self.target_dir)
@@ -92,9 +98,13 @@ class ReferenceEngine:
         rounds = 0
         accepted: list[int] = []
         if self.draft_dir is not None:
-            answers, rounds, accepted = self._speculate(prompts, temperature, max_new_tokens, stop_ids)
+            answers, rounds, accepted = self._speculate(prompts, temperature, max_new_tokens, stop_ids, report)
         else:
-            found = dict(self._sample(prompts, _how(temperature, top_p), max_new_tokens, stop_ids))
+            found: dict[int, list[int]] = {}
+            for i, ids in self._sample(prompts, _how(temperature, top_p), max_new_tokens, stop_ids):
+                found[i] = ids
+                report.add(len(ids), 1)
+                report.tell()
             answers = [found[i] for i in range(len(prompts))]
         return {
             "answers": [{"token_ids": a, "finish_reason": "stop" if a[-1] in stop_ids else "length"} for a in answers],
@@ -105,7 +115,7 @@ class ReferenceEngine:
             "accepted_per_position": accepted,
         }
 
-    def play(self, requests: dict[int, Request], follow: Follow, seed: int) -> None:
+    def play(self, requests: dict[int, Request], follow: Follow, seed: int, report: Report) -> None:
         """Answer every conversation's request, and what follows on the answer, round by round until nothing does."""
         torch.manual_seed(seed)
         while requests:
@@ -116,7 +126,10 @@ class ReferenceEngine:
                 stop_ids = [] if sampling.ignore_eos else end_of_turn_ids(self.target_dir)
                 how = _how(sampling.temperature, sampling.top_p)
                 for n, ids in self._sample(prompts, how, sampling.max_new_tokens, stop_ids):
-                    following[alike[n]] = follow(alike[n], Answer(ids, "stop" if ids[-1] in stop_ids else "length"))
+                    request = follow(alike[n], Answer(ids, "stop" if ids[-1] in stop_ids else "length"))
+                    following[alike[n]] = request
+                    report.add(len(ids), request is None)
+                    report.tell()
             requests = {i: request for i, request in following.items() if request}
 
     def _sample(
@@ -125,17 +138,15 @@ class ReferenceEngine:
         """(number of the prompt, answer), batch by batch."""
         config = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=stop_ids or None, pad_token_id=0, **how)
         lengths = [len(p) + max_new_tokens for p in prompts]
-        with tqdm(total=len(prompts), desc="generate", unit="answer", delay=2) as bar:
-            for batch in batches(lengths, self.max_num_seqs):
-                ids, mask = _padded([prompts[i] for i in batch], self.device, left=True)
-                output = self.model.generate(ids, attention_mask=mask, generation_config=config)
-                for i, answer in zip(batch, output[:, ids.shape[1] :].tolist(), strict=True):
-                    end = next((n + 1 for n, token in enumerate(answer) if token in stop_ids), len(answer))
-                    yield i, answer[:end]
-                bar.update(len(batch))
+        for batch in batches(lengths, self.max_num_seqs):
+            ids, mask = _padded([prompts[i] for i in batch], self.device, left=True)
+            output = self.model.generate(ids, attention_mask=mask, generation_config=config)
+            for i, answer in zip(batch, output[:, ids.shape[1] :].tolist(), strict=True):
+                end = next((n + 1 for n, token in enumerate(answer) if token in stop_ids), len(answer))
+                yield i, answer[:end]
 
     def _speculate(
-        self, prompts: list[list[int]], temperature: float, max_new_tokens: int, stop_ids: list[int]
+        self, prompts: list[list[int]], temperature: float, max_new_tokens: int, stop_ids: list[int], report: Report
     ) -> tuple[list[list[int]], int, list[int]]:
         from eagle3.draft.decode import ReferenceDraft, speculative_generate
 
@@ -144,11 +155,13 @@ class ReferenceEngine:
         assert self.draft_dir is not None
         draft = ReferenceDraft.load(self.draft_dir, self.model.get_input_embeddings().weight, self.model.dtype)
         answers, rounds, accepted = [], 0, [0] * self.num_speculative_tokens
-        for prompt in tqdm(prompts, desc="generate", unit="answer", delay=2):
+        for prompt in prompts:
             answer, more_rounds, more = speculative_generate(
                 self.model, draft, prompt, max_new_tokens, self.num_speculative_tokens, stop_ids
             )
             answers.append(answer)
+            report.add(len(answer), 1)
+            report.tell()
             rounds += more_rounds
             accepted = [a + b for a, b in zip(accepted, more, strict=True)]
         return answers, rounds, accepted

@@ -20,13 +20,13 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from eagle3.config import EngineConfig
 from eagle3.shards import TokenRow
 from eagle3.target.answers import Answer, Follow, Request, Sampling
 from eagle3.target.capture import IN_FLIGHT_BYTES, Add
 from eagle3.target.client import Completion, ServedModel, ServerClient, run_bounded
+from eagle3.target.progress import Report
 from eagle3.target.properties import DTYPE_BYTES, end_of_turn_ids
 from eagle3.target.state_files import RowStates, captured_ids, remove, serve_line, sweep, take, written
 
@@ -92,13 +92,21 @@ class ServerEngine:
         }
 
     def generate(
-        self, prompts: list[list[int]], *, temperature: float, top_p: float, max_new_tokens: int, seed: int, ignore_eos: bool
+        self,
+        prompts: list[list[int]],
+        *,
+        temperature: float,
+        top_p: float,
+        max_new_tokens: int,
+        seed: int,
+        ignore_eos: bool,
+        report: Report,
     ) -> dict[str, Any]:
         """Answer every prompt; a Generation as a dict. Its draft counts are the server's, other clients' requests included."""
         sampling = Sampling(temperature, top_p, max_new_tokens, ignore_eos)
         answers: dict[int, Answer] = {}
         requests = {i: Request(prompt, sampling) for i, prompt in enumerate(prompts)}
-        seconds, counts = self._answer(requests, lambda i, a: answers.update({i: a}), seed)
+        seconds, counts = self._answer(requests, lambda i, a: answers.update({i: a}), seed, report)
         return {
             "answers": [asdict(answers[i]) for i in range(len(prompts))],
             "seconds": seconds,
@@ -108,36 +116,38 @@ class ServerEngine:
             "accepted_per_position": [counts[k] for k in sorted(k for k in counts if isinstance(k, int))],
         }
 
-    def play(self, requests: dict[int, Request], follow: Follow, seed: int) -> None:
+    def play(self, requests: dict[int, Request], follow: Follow, seed: int, report: Report) -> None:
         """Answer every conversation's request, and what follows on the answer, until nothing does."""
-        self._answer(requests, follow, seed)
+        self._answer(requests, follow, seed, report)
 
-    def _answer(self, requests: dict[int, Request], follow: Follow, seed: int) -> tuple[float, Counter[str | int]]:
+    def _answer(
+        self, requests: dict[int, Request], follow: Follow, seed: int, report: Report
+    ) -> tuple[float, Counter[str | int]]:
         """Seconds that it took, and the server's draft counts meanwhile."""
         if any(request.sampling.temperature > 0 for request in requests.values()):
             logger.warning("seed %d is not used: a server samples with its own, so these answers differ from run to run", seed)
-        return asyncio.run(self._answer_all(requests, follow))
+        return asyncio.run(self._answer_all(requests, follow, report))
 
-    async def _answer_all(self, requests: dict[int, Request], follow: Follow) -> tuple[float, Counter[str | int]]:
+    async def _answer_all(self, requests: dict[int, Request], follow: Follow, report: Report) -> tuple[float, Counter[str | int]]:
         counts: Counter[str | int] = Counter()
         numbers = count()
         async with _Session(self.url, self.max_in_flight) as session:
             counts.subtract(draft_counts(await session.client.metrics()))
             start = time.perf_counter()
-            with tqdm(total=len(requests), desc="generate", unit="conversation", delay=2, mininterval=1) as bar:
 
-                async def converse(i: int) -> None:
-                    request: Request | None = requests[i]
-                    while request:
-                        # An engine of ours ends answers at engine.max_model_len, a server refuses what may grow beyond its own.
-                        wanted = min(request.sampling.max_new_tokens, self.config["max_model_len"] - len(request.prompt))
-                        sampling = self._fields(request.sampling)
-                        completion = await session.complete(self.served.id, request.prompt, wanted, next(numbers), sampling)
-                        await self._discard_states(completion)
-                        request = follow(i, Answer(completion.token_ids, completion.finish_reason))
-                    bar.update()
+            async def converse(i: int) -> None:
+                request: Request | None = requests[i]
+                while request:
+                    # An engine of ours ends answers at engine.max_model_len, a server refuses what may grow beyond its own.
+                    wanted = min(request.sampling.max_new_tokens, self.config["max_model_len"] - len(request.prompt))
+                    sampling = self._fields(request.sampling)
+                    completion = await session.complete(self.served.id, request.prompt, wanted, next(numbers), sampling)
+                    await self._discard_states(completion)
+                    request = follow(i, Answer(completion.token_ids, completion.finish_reason))
+                    report.add(len(completion.token_ids), request is None)
+                    report.tell()
 
-                await run_bounded(requests, converse, self.max_in_flight)
+            await run_bounded(requests, converse, self.max_in_flight)
             seconds = time.perf_counter() - start
             counts.update(draft_counts(await session.client.metrics()))
             if session.directories:  # a server that captures counts drafts that nobody made
@@ -176,9 +186,8 @@ class ServerEngine:
         bytes_per_token = len(self.captured) * self.model["hidden_size"] * DTYPE_BYTES[self.dtype]
         cached_tokens = 0
         loop = asyncio.get_running_loop()
-        bar = tqdm(total=sum(len(r.token_ids) for r in rows), desc="extract", unit="tok", mininterval=1, delay=2)
         async with _Session(self.url, self.max_in_flight) as session:
-            with bar, ThreadPoolExecutor(1, "hidden-states-reader") as reader:
+            with ThreadPoolExecutor(1, "hidden-states-reader") as reader:
 
                 async def capture_row(i: int) -> None:
                     nonlocal cached_tokens
@@ -188,7 +197,6 @@ class ServerEngine:
                     lock = await self._lock(completion.hidden_states_path, self._how_to_serve)
                     await loop.run_in_executor(reader, self._hand_on, i, rows[i], completion, lock, add)
                     cached_tokens += completion.cached_tokens
-                    bar.update(len(rows[i].token_ids))
 
                 await run_bounded(
                     range(len(rows)),

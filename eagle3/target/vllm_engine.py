@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
@@ -20,6 +19,7 @@ from eagle3.shards import TokenRow
 from eagle3.target.answers import Answer, Follow, Request, Sampling
 from eagle3.target.capture import Add, capture_with_vllm
 from eagle3.target.handover import Receiver
+from eagle3.target.progress import Report
 from eagle3.target.properties import DTYPE_BYTES, end_of_turn_ids
 
 # A CPU engine's default block of 128 tokens is longer than most shared prompts, so nothing would be cached; its kernels want
@@ -150,12 +150,20 @@ class VllmEngine:
             raise RuntimeError("the prefix cache cannot be emptied while requests hold blocks of it")
 
     def generate(
-        self, prompts: list[list[int]], *, temperature: float, top_p: float, max_new_tokens: int, seed: int, ignore_eos: bool
+        self,
+        prompts: list[list[int]],
+        *,
+        temperature: float,
+        top_p: float,
+        max_new_tokens: int,
+        seed: int,
+        ignore_eos: bool,
+        report: Report,
     ) -> dict[str, Any]:
         """Answer every prompt; a Generation as a dict."""
         if not self.is_warm:
             short = Sampling(temperature, top_p, min(WARM_UP_TOKENS, max_new_tokens), ignore_eos)
-            self._run({i: Request(p, short) for i, p in enumerate(prompts[:WARM_UP_PROMPTS])}, lambda i, answer: None, show=False)
+            self._run({i: Request(p, short) for i, p in enumerate(prompts[:WARM_UP_PROMPTS])}, lambda i, answer: None, Report())
             self.is_warm = True
         sampling = Sampling(temperature, top_p, max_new_tokens, ignore_eos)
         answers: dict[int, Answer] = {}
@@ -163,7 +171,7 @@ class VllmEngine:
         torch.manual_seed(seed)
         before = self._counters()
         start = time.perf_counter()
-        self._run({i: Request(p, sampling) for i, p in enumerate(prompts)}, lambda i, a: answers.update({i: a}), show=True)
+        self._run({i: Request(p, sampling) for i, p in enumerate(prompts)}, lambda i, a: answers.update({i: a}), report)
         seconds = time.perf_counter() - start
         counts = self._counters()
         counts.subtract(before)
@@ -177,28 +185,24 @@ class VllmEngine:
             "accepted_per_position": per_position,
         }
 
-    def play(self, requests: dict[int, Request], follow: Follow, seed: int) -> None:
+    def play(self, requests: dict[int, Request], follow: Follow, seed: int, report: Report) -> None:
         """Answer every conversation's request, and what follows on the answer, until nothing does; all are in flight at once."""
         torch.manual_seed(seed)
-        self._run(requests, follow, show=True)
+        self._run(requests, follow, report)
 
-    def _run(self, requests: dict[int, Request], follow: Follow, show: bool) -> None:
-        progress = _Progress(requests, show, self._counters()[GENERATED])
-        running = dict(requests)
+    def _run(self, requests: dict[int, Request], follow: Follow, report: Report) -> None:
+        before = self._counters()[GENERATED]
         for i, request in requests.items():
             self._add(i, request)
-        with progress.bar:
-            while self.engine.has_unfinished_requests():
-                for output in self.engine.step():
-                    i = int(output.request_id)
-                    answer = Answer(list(output.outputs[0].token_ids), output.outputs[0].finish_reason)
-                    asked, following = running.pop(i), follow(i, answer)
-                    if following:
-                        running[i] = following
-                        self._add(i, following)
-                    progress.take(answer, asked, following)
-                if progress.is_due():
-                    progress.update(self._counters()[GENERATED])
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                i = int(output.request_id)
+                answer = Answer(list(output.outputs[0].token_ids), output.outputs[0].finish_reason)
+                following = follow(i, answer)
+                if following:
+                    self._add(i, following)
+                report.add(len(answer.token_ids), following is None)
+            report.tell(lambda: self._counters()[GENERATED] - before)  # reading the engine's metrics costs a millisecond
 
     def _add(self, i: int, request: Request) -> None:
         self.engine.add_request(str(i), tokens_input(request.prompt), self._params(request.sampling))
@@ -223,37 +227,6 @@ class VllmEngine:
             elif hasattr(metric, "value"):
                 counts[metric.name] += metric.value
         return counts
-
-
-class _Progress:
-    """Bar over generated tokens. Nobody knows their number: answers under way count in full, so it may end early."""
-
-    def __init__(self, requests: dict[int, Request], show: bool, offset: int) -> None:
-        self.offset, self.num_conversations, self.num_over = offset, len(requests), 0
-        self.finished_tokens = 0
-        self.running_tokens = sum(request.sampling.max_new_tokens for request in requests.values())
-        self.bar = tqdm(total=self.running_tokens, desc="generate", unit="tok", delay=2, disable=not show, mininterval=1)
-        self.next_update_s = 0.0
-
-    def is_due(self) -> bool:
-        """Once a second: reading the engine's metrics costs a millisecond."""
-        return not self.bar.disable and time.monotonic() >= self.next_update_s
-
-    def take(self, answer: Answer, request: Request, following: Request | None) -> None:
-        """Count an answer, and what is asked behind it."""
-        self.finished_tokens += len(answer.token_ids)
-        self.running_tokens -= request.sampling.max_new_tokens
-        if following:
-            self.running_tokens += following.sampling.max_new_tokens
-        else:
-            self.num_over += 1
-
-    def update(self, generated: int) -> None:
-        """Show the engine's count of generated tokens, unfinished answers included."""
-        self.next_update_s = time.monotonic() + 1
-        self.bar.total = self.finished_tokens + self.running_tokens
-        self.bar.set_postfix_str(f"{self.num_over}/{self.num_conversations} conversations", refresh=False)
-        self.bar.update(generated - self.offset - self.bar.n)
 
 
 def _vllm_version() -> str:

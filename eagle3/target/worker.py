@@ -3,7 +3,7 @@
 Importing vLLM costs 12 s, building an engine 7 s, and only a process that ends gives all memory back. So this process imports
 once and forks a child for each engine; the child takes over both pipes until it is told to stop. Requests: {"op": "start",
 "settings"}, then any number of "generate", "play", "capture" and "reset", then "stop". Replies: {"result"}, {"error"} or, with an
-exit status, {"died"}.
+exit status, {"died"}; before it any number of {"progress"}.
 """
 
 import gc
@@ -13,10 +13,12 @@ import select
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TextIO
 
 from eagle3.target.process import forks_engines
+from eagle3.target.progress import Progress, Report
 
 # Collections during the import cost 3 of 15 s; what it made stays for good, so later collections may skip it.
 gc.disable()
@@ -72,7 +74,8 @@ def _serve(settings: dict[str, Any], replies: TextIO) -> None:
             if request["op"] == "start":
                 engine, result = _build(settings), None
             else:
-                result = _answer(engine, request)
+                with Report(_teller(replies)) as report:
+                    result = _answer(engine, request, report)
             _reply(replies, {"result": result})
         except Exception as e:
             traceback.print_exc()
@@ -107,15 +110,16 @@ def _build(settings: dict[str, Any]) -> Any:
     return VllmEngine(settings)
 
 
-def _answer(engine: Any, request: dict[str, Any]) -> Any:
+def _answer(engine: Any, request: dict[str, Any], report: Report) -> Any:
     if request["op"] == "generate":
-        return engine.generate(request["prompts"], **request["sampling"])
+        report.begin(len(request["prompts"]), "answers", lambda: report.conversations)
+        return engine.generate(request["prompts"], **request["sampling"], report=report)
     if request["op"] == "reset":
         return engine.reset()
-    return _play(engine, request) if request["op"] == "play" else _capture(engine, request)
+    return _play(engine, request, report) if request["op"] == "play" else _capture(engine, request, report)
 
 
-def _play(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
+def _play(engine: Any, request: dict[str, Any], report: Report) -> dict[str, Any]:
     from eagle3.config import RegenerateConfig
     from eagle3.data.answer_log import AnswerLog
     from eagle3.data.regenerate import Player
@@ -126,13 +130,14 @@ def _play(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
         rows = read_token_shard(request["token_shard_path"])
         player = Player(rows, engine.target_dir, cfg, request["max_model_len"], log)
         requests = player.start()
+        report.begin(player.num_turns, "user turns", lambda: player.num_turns_over)
         if requests:
-            engine.play(requests, player.follow, cfg.seed)
+            engine.play(requests, player.follow, cfg.seed, report)
     answered, counts = player.result()
     return {**asdict(write_token_shard(request["out"], answered)), "counts": counts}
 
 
-def _capture(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
+def _capture(engine: Any, request: dict[str, Any], report: Report) -> dict[str, Any]:
     from eagle3.config import ExtractConfig
     from eagle3.shards import read_token_shard
     from eagle3.target.capture import CAPTURE_VERSION, ShardSink
@@ -141,12 +146,39 @@ def _capture(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     info = {**request["info"], **engine.describe(), "layer_ids": layer_ids, "capture_version": CAPTURE_VERSION}
     extract = ExtractConfig(**request["extract"])
     sink = ShardSink(rows, request["out"], len(layer_ids), extract, info, engine.target_dir, engine.dtype)
-    wanted = sink.wanted
+    wanted_rows = [rows[i] for i in sink.wanted]
+    total, wanted = (sum(len(row.token_ids) for row in some) for some in (rows, wanted_rows))
+    report.begin(total, "tokens", lambda: total - wanted + report.tokens)
+
+    def add(i: int, *found: Any) -> None:
+        sink.add(sink.wanted[i], *found)
+        report.add(len(wanted_rows[i].token_ids), 1)
+        report.tell()
+
     try:
-        cached_tokens = engine.capture([rows[i] for i in wanted], layer_ids, lambda i, *found: sink.add(wanted[i], *found))
+        cached_tokens = engine.capture(wanted_rows, layer_ids, add)
         return {"manifest": sink.close(), "cached_tokens": cached_tokens}
     finally:
         sink.writer.stop()
+
+
+def _teller(replies: TextIO) -> Callable[[Progress], None]:
+    """What sends a Progress where the pipe has room for it: a parent that reads nothing for a while must not stop the engine.
+
+    A pipe takes a line of this length as a whole, so it never ends in the middle and never waits.
+    """
+    fd = replies.fileno()
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+
+    def tell(progress: Progress) -> None:
+        line = (json.dumps({"progress": asdict(progress)}) + "\n").encode()
+        assert len(line) <= select.PIPE_BUF
+        # Hung up: the parent is gone, and this process ends.
+        if any(events == select.POLLOUT for _, events in poll.poll(0)):
+            os.write(fd, line)
+
+    return tell
 
 
 def _reply(replies: TextIO, message: dict[str, Any]) -> None:

@@ -91,6 +91,7 @@ def test_rows_come_out_in_order_and_those_with_answers_as_they_went_in(target_di
     assert not any(row.script for row in rows)
     assert len(asked) == 7
     assert counts == {"conversations": 4, "requested": 7, "answered": 7}
+    assert (player.num_turns_over, player.num_turns) == (7, 7)
     # Every answer is the target's to its own history, and what it said is what is supervised.
     for row in rows[:2]:
         begin = row.loss_mask.index(True)
@@ -111,6 +112,7 @@ def test_after_a_kill_only_what_is_missing_is_asked(
     again, asked_again = play(target_dir, place)
     assert again.result() == whole.result()
     assert asked_again == asked[killed_after:]
+    assert (again.num_turns_over, again.num_turns) == (7, 7)
     assert play(target_dir, place)[1] == []
 
 

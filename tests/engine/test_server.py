@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from eagle3.shards import TokenRow
 from eagle3.target.client import KEY_VARIABLE
+from eagle3.target.progress import Report
 from eagle3.target.server_engine import ServerEngine
 from eagle3.target.state_files import serve_line
 from tests.engine.test_capture_and_generate import (
@@ -134,7 +135,7 @@ def test_the_servers_states_are_the_models(server: Server) -> None:
 def test_the_servers_greedy_answers_are_the_models_own(server: Server) -> None:
     engine = server.engine(LAYER_IDS)
     prompts = [r.token_ids[:40] for r in random_rows()[:20]]
-    greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 24, "seed": 0}
+    greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 24, "seed": 0, "report": Report()}
     made = engine.generate(prompts, ignore_eos=False, **greedy)
     for prompt, given in zip(prompts, made["answers"], strict=True):
         tokens = list(prompt)

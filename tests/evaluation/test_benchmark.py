@@ -1,8 +1,71 @@
-"""Where an answer ends; the measurement as a whole is run in tests/workflows and tests/engine."""
+"""A whole measurement with the transformers engine: its passes, its figures; where an answer ends."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
-from eagle3.evaluation.benchmark import answer_length
+from eagle3.config import EngineConfig, EvaluateConfig, ExportConfig
+from eagle3.evaluation.benchmark import answer_length, evaluate
+from eagle3.export import write_export
+from eagle3.shards import TokenRow, write_token_shard
+from eagle3.target.engine import close_engines
+from eagle3.target.progress import Progress, Watch
+from eagle3.vocab import Vocab, save_vocab
+from tests.draft.factories import DRAFT_VOCAB, VOCAB, draft_config, draft_mapping, draft_tensors, tiny_target
+
+K = 2
+
+
+@pytest.fixture(autouse=True)
+def _engines() -> Iterator[None]:
+    yield
+    close_engines()
+
+
+def write_inputs(path: Path) -> tuple[str, str, str]:
+    """Directories of a random target and a random draft for it, and a shard of five prompts."""
+    tiny_target("llama", eos_token_id=2).float().save_pretrained(path / "target")
+    (path / "draft").mkdir()
+    (path / "draft" / "draft.json").write_text(json.dumps(draft_config()))
+    save_file({name: t.float() for name, t in draft_tensors(draft_config()).items()}, path / "draft" / "draft.safetensors")
+    mapping = draft_mapping(VOCAB, DRAFT_VOCAB)
+    save_vocab(path / "vocab", Vocab(mapping["d2t"], mapping["t2d"], mapping["t2d"].long()))
+    cfg = ExportConfig(num_speculative_tokens=K, dtype="float32")
+    write_export(path / "draft", path / "vocab", path / "target", "example-org/tiny", cfg, path / "export")
+    prompts = [[3 + i, 5, 7 + i][: 1 + i % 3] for i in range(5)]
+    write_token_shard(path / "prompts", [TokenRow(f"p:{i}", "test", p, [False] * len(p)) for i, p in enumerate(prompts)])
+    return str(path / "target"), str(path / "export"), str(path / "prompts")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the reference engine is tested on Linux")
+def test_every_pass_is_shown_to_its_end_and_the_walk_counts_as_the_engine_does(tmp_path: Path) -> None:
+    looks: dict[str, list[Progress]] = {}
+
+    def watch(label: str) -> Watch:
+        return Watch(label, looks.setdefault(label, []).append)
+
+    engine = EngineConfig(engine="transformers", dtype="float32", max_model_len=64, max_num_seqs=4)
+    cfg = EvaluateConfig(num_speculative_tokens=K, max_new_tokens=6, dtype="float32", concurrency=4)
+    figures = evaluate(*write_inputs(tmp_path), engine, cfg, str(tmp_path / "evaluation.json"), watch)
+    assert list(looks) == [
+        "evaluate without draft",
+        "evaluate with draft",
+        "evaluate: capture the answers",
+        "evaluate: the walk",
+    ]
+    ends = {label: seen[-1] for label, seen in looks.items()}
+    assert all(end.done == end.total for end in ends.values())
+    assert [end.total for label, end in ends.items() if end.unit == "answers"] == [5, 5, 5]
+    assert ends["evaluate with draft"].tokens == figures["generated_tokens"]
+    assert ends["evaluate: the walk"].tokens == ends["evaluate: capture the answers"].total
+    assert (figures["rounds"], figures["accepted"]) == (figures["trainer_rounds"], figures["trainer_accepted"])
+    assert figures["outputs_identical"]
+    assert json.loads((tmp_path / "evaluation.json").read_text()) == figures
 
 
 @pytest.mark.parametrize(

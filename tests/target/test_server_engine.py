@@ -20,13 +20,21 @@ from eagle3.config import EngineConfig
 from eagle3.shards import TokenRow
 from eagle3.target import client, server_engine, state_files
 from eagle3.target.answers import Answer, Request, Sampling
+from eagle3.target.progress import Report
 from eagle3.target.server_engine import ServerEngine, draft_counts
 from eagle3.target.state_files import serve_line, written
 from tests.target.stand_in import DEPTH, END, WIDTH, StandIn, lost, own_states, own_words, status, with_changes
 
 ENGINE = EngineConfig(dtype="float32", max_model_len=64, max_num_seqs=2)
 LAYER_IDS = [1, 3]
-GREEDY: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 5, "seed": 0, "ignore_eos": False}
+GREEDY: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "max_new_tokens": 5,
+    "seed": 0,
+    "ignore_eos": False,
+    "report": Report(),
+}
 PROMPTS = [[3, i, i + 1][: 1 + i % 3] for i in range(12)]
 ROWS = [TokenRow(f"row-{i}", "test", [3 + (i + j) % 40 for j in range(1 + i % 5)], [True] * (1 + i % 5)) for i in range(12)]
 States = dict[int, tuple[Tensor, int]]
@@ -136,9 +144,18 @@ def test_conversations_go_on_side_by_side_until_nothing_follows(server: StandIn,
         found[i].append(answer.token_ids)
         return Request([3, i, len(found[i])], Sampling(0.0, 1.0, 4)) if len(found[i]) < 3 else None
 
-    engine(server, target).play({i: Request([3, i], Sampling(0.0, 1.0, 5)) for i in range(3)}, follow, 0)
+    engine(server, target).play({i: Request([3, i], Sampling(0.0, 1.0, 5)) for i in range(3)}, follow, 0, Report())
     assert found == {i: [own_words([3, i], 5), own_words([3, i, 1], 4), own_words([3, i, 2], 4)] for i in range(3)}
     assert len({request["request_id"] for request in server.requests}) == 9
+
+
+def test_every_answer_counts_and_conversations_where_they_end(server: StandIn, target: Path) -> None:
+    report = Report()
+    requests = {i: Request([3, i], Sampling(0.0, 1.0, 5)) for i in range(3)}
+    engine(server, target).play(
+        requests, lambda i, a: Request([3], Sampling(0.0, 1.0, 4)) if len(a.token_ids) == 5 and i else None, 0, report
+    )
+    assert (report.tokens, report.conversations) == (3 * 5 + 2 * 4, 3)
 
 
 def test_an_answer_that_the_server_cuts_short_is_refused(server: StandIn, target: Path) -> None:

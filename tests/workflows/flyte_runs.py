@@ -1,13 +1,16 @@
-"""A target of a hundred thousand random weights over bytes, and runs of the whole chain that take seconds."""
+"""A target of a hundred thousand random weights over bytes, runs of the whole chain that take seconds, and a pod of one task."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 from click.testing import CliRunner, Result
 from flytekit.clis.sdk_in_container.pyflyte import main
+from flytekit.core.context_manager import ExecutionParameters, ExecutionState, FlyteContextManager
+from flytekit.models.core.identifier import Identifier, ResourceType
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT_TEMPLATE = (
@@ -87,3 +90,29 @@ def pyflyte_run(recipe: Path, file: str = "train_eagle3.py", workflow: str = "tr
     """`pyflyte run` the chain, or another workflow, on a recipe and more arguments, in this process."""
     arguments = ["run", str(ROOT / "workflows" / file), workflow, "--inputs-file", str(recipe), *more]
     return CliRunner().invoke(main, arguments)
+
+
+@contextmanager
+def pod(work: Path, checkpoint: Any = None, enable_deck: bool = True) -> Iterator[None]:
+    """As pyflyte-execute sets a task up, with local directories for the cluster's storage."""
+    task_id = Identifier(ResourceType.TASK, "project", "domain", "some_task", "v")
+    context = FlyteContextManager.current_context()
+    parameters = ExecutionParameters(
+        execution_date=None,
+        tmp_dir=str(work / "pod"),
+        stats=None,
+        execution_id=None,
+        logging=None,
+        raw_output_prefix=str(work / "raw"),
+        output_metadata_prefix=str(work / "meta"),
+        checkpoint=checkpoint,
+        task_id=task_id,
+        enable_deck=enable_deck,
+        decks=[],
+    )
+    (work / "pod").mkdir(parents=True, exist_ok=True)
+    state = context.new_execution_state().with_params(
+        mode=ExecutionState.Mode.TASK_EXECUTION, user_space_params=parameters, working_dir=str(work / "pod")
+    )
+    with FlyteContextManager.with_context(context.with_execution_state(state)):
+        yield

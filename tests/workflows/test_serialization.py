@@ -41,6 +41,7 @@ UNCACHED = {
     "promote_draft",
 }
 ON_GPU = {"regenerate_shard", "collect_shard", "extract_shard", "train_draft", "evaluate_draft"}
+WITH_DECK = ON_GPU | {"prepare_data", "show_data", "summarize_run", "plan_run"}
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +148,10 @@ def test_engine_tasks_ask_for_an_h200_and_are_retried(templates: dict[str, Any])
     for name in ON_GPU:
         assert templates[name].extended_resources.gpu_accelerator.device == "nvidia-h200", name
         assert templates[name].metadata.retries.retries > 0, name
+
+
+def test_long_tasks_and_reports_have_a_deck(templates: dict[str, Any]) -> None:
+    assert {name for name, template in templates.items() if template.metadata.generates_deck.value} == WITH_DECK
 
 
 def test_all_but_a_few_tasks_are_cached_by_a_constant_version(templates: dict[str, Any]) -> None:

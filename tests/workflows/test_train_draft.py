@@ -2,18 +2,17 @@
 
 import json
 import multiprocessing
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from flyte_runs import pod
 from flytekit.core.checkpointer import SyncCheckpoint
-from flytekit.core.context_manager import ExecutionParameters, ExecutionState, FlyteContextManager
+from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.exceptions.system import FlyteUploadDataException
 from flytekit.exceptions.user import FlyteRecoverableException
-from flytekit.models.core.identifier import Identifier, ResourceType
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -31,32 +30,6 @@ Trainer = Callable[[TrainJob, Callable[[], None], Path], None]
 def local_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EAGLE3_STORE", str(tmp_path / "store"))
     return tmp_path / "store"
-
-
-@contextmanager
-def pod(work: Path, checkpoint: Any = None) -> Iterator[None]:
-    """As pyflyte-execute sets a task up, with local directories for the cluster's storage."""
-    task_id = Identifier(ResourceType.TASK, "project", "domain", "train_draft", "v")
-    context = FlyteContextManager.current_context()
-    parameters = ExecutionParameters(
-        execution_date=None,
-        tmp_dir=str(work / "pod"),
-        stats=None,
-        execution_id=None,
-        logging=None,
-        raw_output_prefix=str(work / "raw"),
-        output_metadata_prefix=str(work / "meta"),
-        checkpoint=checkpoint,
-        task_id=task_id,
-        enable_deck=True,
-        decks=[],
-    )
-    (work / "pod").mkdir(parents=True, exist_ok=True)
-    state = context.new_execution_state().with_params(
-        mode=ExecutionState.Mode.TASK_EXECUTION, user_space_params=parameters, working_dir=str(work / "pod")
-    )
-    with FlyteContextManager.with_context(context.with_execution_state(state)):
-        yield
 
 
 def run(tmp_path: Path, shard_dir: str = "", **settings: Any) -> DraftCheckpoint:

@@ -17,7 +17,7 @@ NAME = "collect_agent_traces"
 CACHE = Cache(version="1", ignored_inputs=("shard", "target", "server_url", "tensor_parallel_size"))
 
 
-@task(container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, **ENGINE)
+@task(container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, enable_deck=True, deck_fields=(), **ENGINE)
 @stage
 def collect_shard(
     shard: TokenShard,

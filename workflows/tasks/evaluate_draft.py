@@ -10,6 +10,7 @@ from eagle3.config import EngineConfig, EvaluateConfig
 from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import DraftExport, EvaluationReport, Target, TokenShard
+from workflows.live import JobDeck
 from workflows.resources import DYNAMIC, ENGINE, evaluation_overrides
 from workflows.stage import stage
 
@@ -19,6 +20,8 @@ from workflows.stage import stage
     cache=Cache(version="1", ignored_inputs=("draft", "heldout", "target")),
     retries=3,
     interruptible=False,
+    enable_deck=True,
+    deck_fields=(),
     **ENGINE,
 )
 @stage
@@ -36,7 +39,9 @@ def evaluate_draft(
 
     path = store.new_dir("evaluate_draft") / "evaluation.json"
     target_dir, export_dir, heldout_path = target.directory.download(), draft.directory.download(), heldout.file.download()
-    figures = benchmark.evaluate(target_dir, export_dir, heldout_path, engine, evaluate, str(path))
+    deck = JobDeck("evaluate")
+    figures = benchmark.evaluate(target_dir, export_dir, heldout_path, engine, evaluate, str(path), watch=deck.watch)
+    deck.finish(_figures(figures))
     return EvaluationReport(
         file=FlyteFile(str(path)),
         export=draft.directory,
@@ -45,6 +50,18 @@ def evaluate_draft(
         outputs_identical=figures["outputs_identical"],
         acceptance_by_position=figures["acceptance_by_position"],
     )
+
+
+def _figures(found: dict[str, Any]) -> dict[str, str]:
+    """What the Deck says of a finished evaluation."""
+    speed = found["tokens_per_s"]
+    return {
+        "acceptance length": f"{found['acceptance_length']:.3f}",
+        "the trainer's": f"{found['trainer_acceptance_length']:.3f}",
+        "acceptance by position": ", ".join(f"{share:.3f}" for share in found["acceptance_by_position"]),
+        "tokens/s with / without": f"{speed['with_draft']:,.1f} / {speed['without_draft']:,.1f}",
+        "text with and without": "identical" if found["outputs_identical"] else "differs",
+    }
 
 
 @dynamic(container_image=images.CPU, **DYNAMIC)

@@ -13,6 +13,7 @@ from eagle3.config import EngineConfig, ExtractConfig, FanOutConfig
 from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
+from workflows.live import JobDeck
 from workflows.resources import DYNAMIC, ENGINE, LIGHT, replica_overrides
 from workflows.stage import stage
 
@@ -24,7 +25,7 @@ LANE = {"concurrency": 1, "min_success_ratio": 0.0}
 NAME = "extract_hidden_states"
 
 
-@task(container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, **ENGINE)
+@task(container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, enable_deck=True, deck_fields=(), **ENGINE)
 @stage
 def extract_shard(
     shard: TokenShard,
@@ -43,6 +44,7 @@ def extract_shard(
     store.share_credentials()
     layer_ids = aux_layer_ids(extract.layer_ids, target.num_layers)
     info = {"target": target.name, "target_revision": target.revision, "target_digest": target_digest}
+    deck = JobDeck(f"extract shard {shard.index}")
     with store.keyed_place(NAME, _key(shard_digest, target_digest, engine, extract)) as out:
         manifest = capture(
             target.directory.download(),
@@ -54,7 +56,9 @@ def extract_shard(
             info,
             tensor_parallel_size=tensor_parallel_size,
             server_url=server_url,
+            watch=deck.watch(),
         )
+    deck.finish(_figures(manifest))
     return HiddenStateShard(
         index=shard.index,
         directory=FlyteDirectory(out),
@@ -65,6 +69,15 @@ def extract_shard(
         layer_ids=layer_ids,
         digest=manifest["digest"],
     )
+
+
+def _figures(manifest: dict[str, Any]) -> dict[str, str]:
+    """What the Deck says of a finished shard."""
+    return {
+        **{name.replace("_", " "): f"{manifest[name]:,}" for name in ("rows", "tokens", "supervised_tokens")},
+        "GB of states": f"{manifest['bytes'] / 1e9:.3f}",
+        "bytes a token": f"{manifest['bytes'] / manifest['tokens']:,.0f}",
+    }
 
 
 def _key(shard_digest: str, target_digest: str, engine: EngineConfig, extract: ExtractConfig) -> str:

@@ -20,7 +20,7 @@ NAME = "regenerate_responses"
 CACHE = Cache(version="2", ignored_inputs=("shard", "target", "server_url", "tensor_parallel_size"))
 
 
-@task(container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, **ENGINE)
+@task(container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, enable_deck=True, deck_fields=(), **ENGINE)
 @stage
 def regenerate_shard(
     shard: TokenShard,

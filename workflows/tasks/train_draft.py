@@ -13,7 +13,7 @@ from eagle3.config import TrainConfig
 from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import DraftCheckpoint, DraftVocab, HiddenStateShards, Target
-from workflows.live import AttemptCheckpoint, LiveDeck
+from workflows.live import AttemptCheckpoint, TrainingDeck
 from workflows.resources import DYNAMIC, TRAINER, trainer_overrides
 from workflows.stage import stage
 
@@ -46,7 +46,7 @@ def train_draft(
     with tempfile.TemporaryDirectory() as init_dir, store.resumable_dir("train_draft", key) as out:
         if init_digest:
             _fetch_initial(init_from, init_digest, target_dir, states.layer_ids, train, init_dir)
-        checkpoint, deck = AttemptCheckpoint(out / CHECKPOINT_NAME), LiveDeck(out / METRICS)
+        checkpoint, deck = AttemptCheckpoint(out / CHECKPOINT_NAME), TrainingDeck(out / METRICS)
         checkpoint.restore()
 
         def report() -> None:
