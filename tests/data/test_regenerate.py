@@ -1,5 +1,6 @@
 """A shard's conversations played by a target that says what a rule says, with kills between any two answers."""
 
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -127,6 +128,29 @@ def test_a_line_that_was_cut_off_is_asked_again(target_dir: Path, tmp_path: Path
     again, asked = play(target_dir, str(tmp_path / "log"))
     assert len(asked) == 1
     assert "cut off is asked for again" in caplog.text
+    assert again.result() == whole.result()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"\xff\x00\x9f",
+        b"\0" * 99,
+        b"[" * 100_000,
+        b"{}",
+        b"[[], 0, 1, [], 2]",
+        b'[0, 0, "KEY", null, ""]',
+        b'[0, 0, "KEY", ["a"], ""]',
+    ],
+)
+def test_what_a_broken_disk_made_of_the_log_is_asked_again(target_dir: Path, tmp_path: Path, broken: bytes) -> None:
+    whole, asked = play(target_dir, str(tmp_path / "log"))
+    file = tmp_path / "log" / "answers-00000.jsonl"
+    lines = file.read_bytes().splitlines()
+    key = json.loads(lines[0])[2].encode()
+    file.write_bytes(b"\n".join([broken.replace(b"KEY", key), *lines[1:]]))
+    again, asked_again = play(target_dir, str(tmp_path / "log"))
+    assert asked_again == asked[:1]
     assert again.result() == whole.result()
 
 
