@@ -174,6 +174,15 @@ def test_each_source_is_sampled_as_its_settings_say(target_dir: Path, tmp_path: 
     assert requests[5] == Request([5, 6], Sampling(0.8, 0.9, 20))
 
 
+def test_a_shard_of_which_nothing_is_left_says_why_and_what_to_do(target_dir: Path, tmp_path: Path) -> None:
+    player = Player([row for row in shard_rows() if row is not DONE], str(target_dir), CFG, 512, AnswerLog(str(tmp_path)))
+    for i in player.start():
+        assert player.follow(i, Answer([0], "length")) is None
+    said = r"4 conversations, 7 user turns requested = 0 answered \+ 4 failed \(too_short 4\) \+ 3 skipped .*; raise regenerate\."
+    with pytest.raises(ValueError, match=said):
+        player.result()
+
+
 def test_a_script_survives_the_token_shard(tmp_path: Path) -> None:
     rows = shard_rows()
     summary = write_token_shard(tmp_path / "shard.parquet", rows)
