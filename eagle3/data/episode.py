@@ -10,6 +10,7 @@ prompt. No token is trained twice.
     behind it                                             ⏎<s>user⏎Bye</s>⏎<s>assistant⏎
 """
 
+import logging
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 # The first token of an answer comes from the target's own prefill and is never drafted, so shorter answers train nothing.
 MIN_ANSWER_TOKENS = 2
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,10 @@ class Episode:
                 self._ask_behind(self.text + self._decode(answer.token_ids), answer.token_ids[-1])
         except BadRow as e:
             self._end(e.reason)
+        except Exception as e:
+            # An answer that a template or a tool's schema trips over must not end the shard: it would do so at every attempt.
+            logger.warning("row %s: nothing can follow on an answer (%r)", self.row.sample_id, e)
+            self._end("unforeseen")
 
     def _what_follows(self, message: Message) -> list[Message]:
         """Tool results, or the next user turn; nothing if the conversation is over."""

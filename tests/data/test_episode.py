@@ -1,5 +1,6 @@
 """Conversations played by a target that says what it is told: the rows are those that the finished conversation would give."""
 
+import json
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -237,3 +238,24 @@ def test_rows_never_train_a_token_twice_and_end_supervised() -> None:
             episode.take(Answer(answer, "stop"))
         assert sum(sum(row.loss_mask) for row in episode.rows) == sum(map(len, answers))
         assert all(row.loss_mask[-1] and any(a and b for a, b in pairwise(row.loss_mask)) for row in episode.rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "schema"),
+    [
+        ('{"city": ' + "[" * 600 + "]" * 600 + "}", {"type": "object"}),
+        ('{"city": "Oslo"}', {"type": "object", "required": [["city"]]}),
+        ('{"city": "Oslo"}', {"type": "object", "properties": {"city": {"type": [{"enum": ["Oslo"]}]}}}),
+    ],
+)
+def test_an_answer_that_trips_the_code_up_fails_one_conversation_and_is_trained(
+    arguments: str, schema: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    episode = start("qwen3", Conversation(parallel("Oslo").messages, [tool]), thinking=False)
+    answer = words("qwen3", qwen_call("Oslo").replace(json.dumps({"city": "Oslo"}), arguments))
+    episode.take(answer)
+    assert episode.prompt is None
+    assert (episode.counts["failed: unforeseen"], episode.counts["skipped"], episode.counts["answered"]) == (1, 1, 0)
+    assert [sum(row.loss_mask) for row in episode.rows] == [len(answer.token_ids)]
+    assert "opening:content: nothing can follow on an answer" in caplog.text
