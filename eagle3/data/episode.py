@@ -89,12 +89,13 @@ class Episode:
     def _go_on(self, answer: Answer) -> None:
         """The target's words become a message of the history, and the script says what follows."""
         num_words = len(answer.token_ids) - (answer.token_ids[-1] in self.end_ids)
+        before = self.ids[-len(answer.token_ids) - 1]
         try:
-            message = self.form.read(self._decode(answer.token_ids[:num_words]))
+            message = self.form.read(self._decode_behind(before, answer.token_ids[:num_words]))
             follow = self._what_follows(message)
             if follow:
                 self.messages += [message, *follow]
-                self._ask_behind(self.text + self._decode(answer.token_ids), answer.token_ids[-1])
+                self._ask_behind(self.text + self._decode_behind(before, answer.token_ids), answer.token_ids[-1])
         except BadRow as e:
             self._end(e.reason)
         except Exception as e:
@@ -171,6 +172,10 @@ class Episode:
     def _render(self) -> list[Piece]:
         assert self.script is not None
         return prompt_row(self.tokenizer, Conversation(self.messages, self.script.tools), self.script.thinking)
+
+    def _decode_behind(self, before: int, token_ids: list[int]) -> str:
+        """The text of tokens as it stands behind another one: alone, SentencePiece tokens would lose a space at their begin."""
+        return self._decode([before, *token_ids]).removeprefix(self._decode([before]))
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
