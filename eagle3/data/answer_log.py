@@ -86,7 +86,9 @@ class AnswerLog:
         for line in data.splitlines():
             try:
                 conversation, number, key, token_ids, finish_reason = json.loads(line)
+                if not all(type(token) is int and token >= 0 for token in token_ids):
+                    raise ValueError(token_ids)
                 self.found[conversation, number] = key, Answer(token_ids, finish_reason)
-            except (ValueError, TypeError):
-                # The last line of an attempt that was killed.
+            except (ValueError, TypeError, RecursionError):
+                # The last line of an attempt that was killed, or what a broken disk made of one.
                 logger.warning("%s: an answer that was cut off is asked for again", self.place)

@@ -10,6 +10,7 @@ prompt. No token is trained twice.
     behind it                                             ⏎<s>user⏎Bye</s>⏎<s>assistant⏎
 """
 
+import logging
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 # The first token of an answer comes from the target's own prefill and is never drafted, so shorter answers train nothing.
 MIN_ANSWER_TOKENS = 2
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,14 +94,19 @@ class Episode:
     def _go_on(self, answer: Answer) -> None:
         """The target's words become a message of the history, and the script says what follows."""
         num_words = len(answer.token_ids) - (answer.token_ids[-1] in self.end_ids)
+        before = self.ids[-len(answer.token_ids) - 1]
         try:
-            message = self.form.read(self._decode(answer.token_ids[:num_words]))
+            message = self.form.read(self._decode_behind(before, answer.token_ids[:num_words]))
             follow = self._what_follows(message)
             if follow:
                 self.messages += [message, *follow]
-                self._ask_behind(self.text + self._decode(answer.token_ids), answer.token_ids[-1])
+                self._ask_behind(self.text + self._decode_behind(before, answer.token_ids), answer.token_ids[-1])
         except BadRow as e:
             self._end(e.reason)
+        except Exception as e:
+            # An answer that a template or a tool's schema trips over must not end the shard: it would do so at every attempt.
+            logger.warning("row %s: nothing can follow on an answer (%r)", self.row.sample_id, e)
+            self._end("unforeseen")
 
     def _what_follows(self, message: Message) -> list[Message]:
         """Tool results, or the next user turn; nothing if the conversation is over."""
@@ -169,6 +177,10 @@ class Episode:
     def _render(self) -> list[Piece]:
         assert self.script is not None
         return prompt_row(self.tokenizer, Conversation(self.messages, self.script.tools), self.script.thinking)
+
+    def _decode_behind(self, before: int, token_ids: list[int]) -> str:
+        """The text of tokens as it stands behind another one: alone, SentencePiece tokens would lose a space at their begin."""
+        return self._decode([before, *token_ids]).removeprefix(self._decode([before]))
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

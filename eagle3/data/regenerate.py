@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from eagle3.config import RegenerateConfig
 from eagle3.data.answer_log import AnswerLog
 from eagle3.data.chat import load_chat_tokenizer
-from eagle3.data.episode import Episode, Limits
+from eagle3.data.episode import MIN_ANSWER_TOKENS, Episode, Limits
 from eagle3.shards import TokenRow
 from eagle3.target.answers import Answer, Request, Sampling
 from eagle3.target.properties import end_of_turn_ids
@@ -67,10 +67,21 @@ class Player:
         return self._request(i)
 
     def result(self) -> tuple[list[TokenRow], dict[str, int]]:
-        """The rows in order, without those that nothing can be learnt from, and the sum of the episodes' counts."""
+        """The rows in order, without those that nothing can be learnt from, and the sum of the episodes' counts.
+
+        Raises:
+            ValueError: if no row is left; says what became of the conversations.
+        """
         done = [row for i, row in enumerate(self.rows) for row in (self.episodes[i].rows if i in self.episodes else [row])]
-        counts = sum((episode.counts for episode in self.episodes.values()), Counter[str]())
-        return done, {"conversations": len(self.episodes)} | dict(counts)
+        total = sum((episode.counts for episode in self.episodes.values()), Counter[str]())
+        counts = {"conversations": len(self.episodes)} | dict(total)
+        if not done:
+            raise ValueError(
+                f"the target must say {MIN_ANSWER_TOKENS} tokens or more in one conversation of a shard at least, got "
+                f"{accounts_text(counts)}; raise regenerate.max_new_tokens if it is below that, replace prompts that the target "
+                "ends at once, or raise data.rows_per_shard, so that such prompts lie beside others"
+            )
+        return done, counts
 
     def _take(self, episode: Episode, answer: Answer) -> None:
         before = episode.num_turns_over

@@ -1,9 +1,11 @@
 """Conversations played by a target that says what it is told: the rows are those that the finished conversation would give."""
 
+import json
 from itertools import groupby, pairwise
 from typing import Any
 
 import pytest
+from tokenizers import decoders
 
 from eagle3.data.chat import EncodedRow, conversation_rows, encode_rows, prompt_row
 from eagle3.data.conversations import Conversation, Message
@@ -14,6 +16,7 @@ from eagle3.shards import TokenRow
 from eagle3.target.answers import Answer
 from tests.data.formats import FORMATS
 from tests.data.test_formats import CALL, CONVERSATIONS, MULTI, TOOLS, WEATHER, assistant, user
+from tests.data.tiny import train_spaced_tokenizer
 
 LIMITS = Limits(max_model_len=2048, max_new_tokens=64, max_tool_rounds=4)
 OTHER_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
@@ -237,3 +240,49 @@ def test_rows_never_train_a_token_twice_and_end_supervised() -> None:
             episode.take(Answer(answer, "stop"))
         assert sum(sum(row.loss_mask) for row in episode.rows) == sum(map(len, answers))
         assert all(row.loss_mask[-1] and any(a and b for a, b in pairwise(row.loss_mask)) for row in episode.rows)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_space_at_the_begin_of_an_answer_that_decoding_cuts_off_begins_no_row(legacy: bool) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
+        "{% else %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
+    )
+    tokenizer = train_spaced_tokenizer(template, ("<s>", "</s>"), "</s>", "<s>", legacy)
+    # As in Llama 2's own tokenizer.json.
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(parts)
+    script = script_of(Conversation(MULTI), None)
+    ids = encode_rows(tokenizer, [prompt_row(tokenizer, Conversation(script.messages))])[0].token_ids
+    begun, written = tokenizer(["<s>[INST] Hi [/INST]", "<s>[INST] Hi [/INST] Hello! </s>"], add_special_tokens=False)[
+        "input_ids"
+    ]
+    assert tokenizer.decode(written[len(begun) :]).startswith("Hello")
+    end_id = written[-1]
+    episode = Episode(TokenRow("o:c", "chats", ids, [False] * len(ids), script.to_json()), LIMITS, tokenizer, [end_id])
+    episode.take(Answer(written[len(begun) :], "stop"))
+    assert (episode.rows, episode.messages[1]["content"]) == ([], "Hello! ")
+    assert (episode.prompt or [])[: len(ids)] == ids
+    episode.take(Answer([*written[len(begun) : -1], end_id], "stop"))
+    assert len(episode.rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "schema"),
+    [
+        ('{"city": ' + "[" * 600 + "]" * 600 + "}", {"type": "object"}),
+        ('{"city": "Oslo"}', {"type": "object", "required": [["city"]]}),
+        ('{"city": "Oslo"}', {"type": "object", "properties": {"city": {"type": [{"enum": ["Oslo"]}]}}}),
+    ],
+)
+def test_an_answer_that_trips_the_code_up_fails_one_conversation_and_is_trained(
+    arguments: str, schema: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    episode = start("qwen3", Conversation(parallel("Oslo").messages, [tool]), thinking=False)
+    answer = words("qwen3", qwen_call("Oslo").replace(json.dumps({"city": "Oslo"}), arguments))
+    episode.take(answer)
+    assert episode.prompt is None
+    assert (episode.counts["failed: unforeseen"], episode.counts["skipped"], episode.counts["answered"]) == (1, 1, 0)
+    assert [sum(row.loss_mask) for row in episode.rows] == [len(answer.token_ids)]
+    assert "opening:content: nothing can follow on an answer" in caplog.text

@@ -1,5 +1,6 @@
 """A shard's conversations played by a target that says what a rule says, with kills between any two answers."""
 
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -132,6 +133,29 @@ def test_a_line_that_was_cut_off_is_asked_again(target_dir: Path, tmp_path: Path
     assert again.result() == whole.result()
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"\xff\x00\x9f",
+        b"\0" * 99,
+        b"[" * 100_000,
+        b"{}",
+        b"[[], 0, 1, [], 2]",
+        b'[0, 0, "KEY", null, ""]',
+        b'[0, 0, "KEY", ["a"], ""]',
+    ],
+)
+def test_what_a_broken_disk_made_of_the_log_is_asked_again(target_dir: Path, tmp_path: Path, broken: bytes) -> None:
+    whole, asked = play(target_dir, str(tmp_path / "log"))
+    file = tmp_path / "log" / "answers-00000.jsonl"
+    lines = file.read_bytes().splitlines()
+    key = json.loads(lines[0])[2].encode()
+    file.write_bytes(b"\n".join([broken.replace(b"KEY", key), *lines[1:]]))
+    again, asked_again = play(target_dir, str(tmp_path / "log"))
+    assert asked_again == asked[:1]
+    assert again.result() == whole.result()
+
+
 def test_answers_to_other_prompts_are_not_taken(target_dir: Path, tmp_path: Path) -> None:
     log = AnswerLog(str(tmp_path / "log"))
     log.add(0, 0, [1, 2, 3], Answer([4, 5], "stop"))
@@ -150,6 +174,15 @@ def test_each_source_is_sampled_as_its_settings_say(target_dir: Path, tmp_path: 
         5: Sampling(0.8, 0.9, 20),
     }
     assert requests[5] == Request([5, 6], Sampling(0.8, 0.9, 20))
+
+
+def test_a_shard_of_which_nothing_is_left_says_why_and_what_to_do(target_dir: Path, tmp_path: Path) -> None:
+    player = Player([row for row in shard_rows() if row is not DONE], str(target_dir), CFG, 512, AnswerLog(str(tmp_path)))
+    for i in player.start():
+        assert player.follow(i, Answer([0], "length")) is None
+    said = r"4 conversations, 7 user turns requested = 0 answered \+ 4 failed \(too_short 4\) \+ 3 skipped .*; raise regenerate\."
+    with pytest.raises(ValueError, match=said):
+        player.result()
 
 
 def test_a_script_survives_the_token_shard(tmp_path: Path) -> None:
