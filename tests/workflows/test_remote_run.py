@@ -92,7 +92,7 @@ def test_the_same_inputs_give_the_same_draft_here_and_in_the_cluster(
     from eagle3.evaluation import benchmark
     from eagle3.export import verify_export
 
-    def stop(*_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         raise ValueError("the draft is there")
 
     monkeypatch.setattr(benchmark, "evaluate", stop)
