@@ -1,5 +1,6 @@
 # make smoke: the whole chain on a small real target, on the CPU.   make test, make lint: what CI runs.
 # make bench: the trainer against its peer, twenty minutes on two quiet cores.
+# make store-size: what local runs take on the disk.   make clean-cache: remove it.
 # make bench-capture: speed of capture, bytes of states, training from fp8; the target's answers are made on the first call.
 # PYTHON is the interpreter that makes .venv: 3.11 or 3.12.
 PYTHON ?= python3
@@ -17,7 +18,7 @@ BFCL_WHEEL := bfcl-eval==2026.3.23
 # No telemetry, and no warning of tokenizers beside forked processes.
 ENGINE_ENV := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: smoke test lint bench bench-capture lock clean-cache
+.PHONY: smoke test lint bench bench-capture lock store-size clean-cache
 .DEFAULT_GOAL := smoke
 
 smoke: .venv/installed $(TARGET)
@@ -91,6 +92,10 @@ lock: .venv/installed
 	$(COMPILE) --extra test --extra lint --universal --python-version 3.11 -c $$tmp/cpu.lock -o $$tmp/test.lock; \
 	sed 's/ .*//' $$tmp/cpu.lock | grep -vFf - $$tmp/test.lock > images/test.lock; \
 	$(COMPILE) --extra gpu --python-platform x86_64-manylinux_2_28 --python-version 3.12 -o images/gpu.lock
+
+# Bytes of local runs by stage, what of it is unfinished, and what nothing leads to any more.
+store-size: .venv/installed
+	.venv/bin/python -m workflows.store_size
 
 # Removes the outputs of local runs; Flyte's entries that pointed to them count as misses from then on.
 clean-cache:

@@ -100,8 +100,11 @@ def current_promotion(place: str) -> Promoted | None:
     """
     root = _root(place)
     found = _read(f"{root}/{POINTER}")
-    while (later := _read(_record(root, found.number + 1 if found else 1))) is not None:
-        found = later
+    number = found.number + 1 if found else 1
+    while (later := _read(_record(root, number))) is not None:
+        if later.number != number:
+            raise ValueError(f"{_record(root, number)} must have its own number {number}, got {later.number}; correct it")
+        found, number = later, number + 1
     if found and file_size(f"{found.export}/{FILES[-1]}") is None:
         raise ValueError(
             f"the promoted draft {found.export} is gone; put it back, or move {root}/{POINTER} and promotions/ away to start anew"

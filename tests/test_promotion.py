@@ -10,7 +10,7 @@ import pytest
 
 from eagle3 import promotion
 from eagle3.promotion import Measurement, Promoted, current_promotion, decide, promote
-from eagle3.remote import read_bytes
+from eagle3.remote import read_bytes, write_bytes
 
 NEW = Measurement("new", "heldout", "k = 3", 2.0, True)
 CURRENT = replace(NEW, digest="current")
@@ -130,3 +130,18 @@ def test_a_promoted_draft_that_is_gone_is_an_error(tmp_path: Path) -> None:
     Path(made.export, "config.json").unlink()
     with pytest.raises(ValueError, match="is gone; put it back"):
         current_promotion(str(tmp_path))
+
+
+def test_going_back_is_a_promotion_with_the_next_number(place: str, tmp_path: Path) -> None:
+    one, two = (
+        promote(place, write_export(tmp_path / digest, digest), promotion_of(digest, number))
+        for number, digest in ((1, "one"), (2, "two"))
+    )
+    write_bytes(f"{place}/promotions/00003.json", one.model_dump_json().encode())
+    with pytest.raises(ValueError, match="must have its own number 3, got 1"):
+        current_promotion(place)
+    write_bytes(f"{place}/promotions/00003.json", one.model_copy(update={"number": 3}).model_dump_json().encode())
+    back = current_promotion(place)
+    assert back is not None
+    assert (back.digest, back.number) == ("one", 3)
+    assert back.digest != two.digest

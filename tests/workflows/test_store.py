@@ -7,7 +7,7 @@ import pytest
 from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 
-from workflows import journal, store
+from workflows import journal, store, store_size
 from workflows.interfaces import DraftExport
 from workflows.stage import stage
 
@@ -69,3 +69,29 @@ def test_the_digest_of_files_is_their_content_in_order(tmp_path: Path) -> None:
     b.write_text("2")
     c.write_text("1")
     assert store.file_digest(a, b) == store.file_digest(c, b) != store.file_digest(b, a)
+
+
+def test_the_size_report_counts_stages_unfinished_work_and_what_nothing_leads_to(workplace: Path, tmp_path: Path) -> None:
+    path, _ = run("sized")
+    root = tmp_path / "store"
+    key, own = "0123456789abcdef" * 2, "0123456789ab"
+    files = {
+        f"train_draft-{own}/draft": 100,
+        f"train_draft-{key}.unfinished/checkpoint": 20,
+        f"extract_hidden_states-{key}/chunk-00000-x.safetensors": 3000,
+        f"extract_hidden_states-{key[::-1]}/chunk-00000-x.safetensors": 400,
+        f"extract_hidden_states-{key[::-1]}/manifest.json": 5,
+        f"regenerate_responses-{key}/answers-00000.jsonl": 6,
+        f"export_draft-{own}/eagle3/model": 70_000,
+    }
+    for name, size in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"x" * size)
+    held = store_size.survey(root, {f"{root}/train_draft-{own}", "s3://elsewhere/x", f"{path}"})
+    by_kind = {kind: sum(h.size_bytes for h in held if h.kind == kind) for kind in ("", "unfinished", "unused")}
+    assert by_kind == {"": 100 + 405 + 6, "unfinished": 20 + 3000, "unused": 70_000}
+    by_stage = {stage: sum(h.size_bytes for h in held if h.stage == stage) for stage in {h.stage for h in held}}
+    assert by_stage["train_draft"] == 120
+    assert by_stage["extract_hidden_states"] == 3405
+    assert "0.1 MB   what make clean-cache frees" in store_size.render(root, held)
+    assert str(path) in store_size.cached_paths()

@@ -16,14 +16,16 @@ from workflows.resources import DATA, DYNAMIC, LIGHT, data_overrides
 from workflows.stage import stage
 
 
-@task(container_image=images.CPU, cache=Cache(version="2", ignored_inputs=("target", "ref")), retries=2, **DATA)
+@task(container_image=images.CPU, cache=Cache(version="3", ignored_inputs=("target", "ref")), retries=2, **DATA)
 @stage
 def fetch_target(target: TargetConfig, ref: TargetRef, target_digest: str) -> Target:
     from eagle3.target.resolve import fetch_target
+    from eagle3.target.trust import distrust
     from eagle3.target.weights import check_target_dir
 
     out = store.new_dir("target")
     fetch_target(target.model_copy(update={"revision": ref.revision}), str(out))  # the commit that the digest stands for
+    distrust(out)
     return _as_target(ref, target_digest, out, check_target_dir(out))
 
 
@@ -32,10 +34,12 @@ def fetch_target(target: TargetConfig, ref: TargetRef, target_digest: str) -> Ta
 def fetch_tokenizer(target: TargetConfig, ref: TargetRef, target_digest: str) -> Target:
     """The same target, its directory without weights: enough to prepare the data and to plan a run."""
     from eagle3.target.resolve import fetch_tokenizer
+    from eagle3.target.trust import distrust
     from eagle3.target.weights import check_target_config
 
     out = store.new_dir("tokenizer")
     fetch_tokenizer(target.model_copy(update={"revision": ref.revision}), str(out))
+    distrust(out)
     config = json.loads((out / "config.json").read_text())
     check_target_config(config, ref.name)
     return _as_target(ref, target_digest, out, config)
