@@ -321,7 +321,7 @@ def check_lengths(data: DataConfig, engine: EngineConfig, regenerate: Regenerate
     needed = {"data.max_prompt_tokens + evaluate.max_new_tokens + 2k": prompt + evaluate.max_new_tokens + overhang}
     if regenerate.enabled:
         needed["data.max_prompt_tokens + regenerate.max_new_tokens"] = prompt + regenerate.longest_answer
-    else:
+    if not regenerate.enabled or not all(source.regenerate for source in data.sources):
         needed["data.max_tokens"] = data.max_tokens
     for names, tokens in needed.items():
         if tokens > engine.max_model_len:

@@ -1,5 +1,7 @@
 """Settings that cannot work together are refused before anything runs."""
 
+from contextlib import nullcontext
+
 import pytest
 from pydantic import ValidationError
 
@@ -9,6 +11,7 @@ from eagle3.config import (
     EvaluateConfig,
     RegenerateConfig,
     SamplingConfig,
+    SourceConfig,
     TrainConfig,
     check_lengths,
     check_sampled_sources,
@@ -58,6 +61,14 @@ def test_where_and_how_do_not_decide_the_result() -> None:
     one, other = TrainConfig(), TrainConfig(device="cpu", packs_per_step=1, processes=1, checkpoint_every=7, disk_budget_bytes=9)
     assert one.settings_of_result() == other.settings_of_result()
     assert one.settings_of_result() != TrainConfig(seed=1).settings_of_result()
+
+
+def test_rows_that_keep_their_answers_must_fit_where_others_are_regenerated() -> None:
+    for keeps, refused in ((False, True), (True, False)):
+        data = DataConfig(sources=[SourceConfig(path="x", regenerate=not keeps)], max_prompt_tokens=60, max_tokens=101)
+        outcome = pytest.raises(ValueError, match="data.max_tokens must not exceed") if not refused else nullcontext()
+        with outcome:
+            check_lengths(data, ENGINE, RegenerateConfig(max_new_tokens=40), EvaluateConfig(max_new_tokens=8))
 
 
 def test_a_source_is_sampled_by_its_own_settings_where_it_has_some() -> None:

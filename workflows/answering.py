@@ -56,7 +56,9 @@ def answer_shard(
     names = ("rows", "tokens", "supervised_tokens")
     deck.finish({name.replace("_", " "): f"{made[name]:,}" for name in names}, accounts_text(accounts))
     warn_of_limit(accounts, f"shard {shard.index}")
-    return TokenShard(shard.index, FlyteFile(str(path)), accounts=accounts, **made)
+    # Without a row there is no new file; gather_token_shards leaves such a shard out.
+    file = FlyteFile(str(path)) if made["rows"] else shard.file
+    return TokenShard(shard.index, file, accounts=accounts, **made)
 
 
 def answering_key(cache: Cache, shard_digest: str, target_digest: str, engine: EngineConfig, regenerate: RegenerateConfig) -> str:

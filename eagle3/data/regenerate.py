@@ -67,21 +67,10 @@ class Player:
         return self._request(i)
 
     def result(self) -> tuple[list[TokenRow], dict[str, int]]:
-        """The rows in order, without those that nothing can be learnt from, and the sum of the episodes' counts.
-
-        Raises:
-            ValueError: if no row is left; says what became of the conversations.
-        """
+        """The rows in order, without those that nothing can be learnt from, and the sum of the episodes' counts."""
         done = [row for i, row in enumerate(self.rows) for row in (self.episodes[i].rows if i in self.episodes else [row])]
         total = sum((episode.counts for episode in self.episodes.values()), Counter[str]())
-        counts = {"conversations": len(self.episodes)} | dict(total)
-        if not done:
-            raise ValueError(
-                f"the target must say {MIN_ANSWER_TOKENS} tokens or more in one conversation of a shard at least, got "
-                f"{accounts_text(counts)}; raise regenerate.max_new_tokens if it is below that, replace prompts that the target "
-                "ends at once, or raise data.rows_per_shard, so that such prompts lie beside others"
-            )
-        return done, counts
+        return done, {"conversations": len(self.episodes)} | dict(total)
 
     def _take(self, episode: Episode, answer: Answer) -> None:
         before = episode.num_turns_over
@@ -104,6 +93,20 @@ def accounts_text(counts: dict[str, int]) -> str:
         f"{conversations} conversations, {requested} user turns requested = {answered} answered + {failed} failed"
         f"{f' ({reasons})' if reasons else ''} + {skipped} skipped behind those; {calls} tool calls"
     )
+
+
+def check_any_left(num_rows: int, counts: dict[str, int]) -> None:
+    """Refuse to go on without a single row.
+
+    Args:
+        num_rows: of all shards, answered.
+        counts: what became of their conversations.
+    """
+    if not num_rows:
+        raise ValueError(
+            f"the target must say {MIN_ANSWER_TOKENS} tokens or more in one conversation at least, got {accounts_text(counts)}; "
+            "raise regenerate.max_new_tokens if it is below that, or replace prompts that the target ends at once"
+        )
 
 
 def warn_of_limit(counts: dict[str, int], where: str) -> None:

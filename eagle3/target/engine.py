@@ -104,7 +104,7 @@ def play(
     """Let the target answer the waiting rows of a token shard, turn by turn on its own history.
 
     Args:
-        out: token shard to write, whole or not at all.
+        out: token shard to write, whole or not at all; none if no row is left.
         log_place: directory or fsspec URL in which answers are kept as they come; one for one shard and one set of settings. What
             an earlier attempt left there is not asked again.
         tensor_parallel_size: GPUs that share the target.
@@ -115,13 +115,13 @@ def play(
         rows, tokens, supervised_tokens and digest of the written shard; counts, as eagle3.data.regenerate.Player.result.
 
     Raises:
-        ValueError: if a prompt leaves no room for an answer, the chat template cannot play the shard's conversations, or
-            nothing is left to train on.
+        ValueError: if a prompt leaves no room for an answer, or the chat template cannot play the shard's conversations.
         RuntimeError: if the engine fails or is killed; answers are kept.
     """
     check_max_model_len(engine.max_model_len, json.loads((Path(target_dir) / "config.json").read_text()))
     for row in read_token_shard(token_shard_path):
-        _check_prompt(f"{token_shard_path}: row {row.sample_id}", row.token_ids, engine)
+        if not any(row.loss_mask):
+            _check_prompt(f"{token_shard_path}: row {row.sample_id}", row.token_ids, engine)
     request = {
         "op": "play",
         "token_shard_path": str(Path(token_shard_path).resolve()),

@@ -123,7 +123,7 @@ def _play(engine: Any, request: dict[str, Any], report: Report) -> dict[str, Any
     from eagle3.config import RegenerateConfig
     from eagle3.data.answer_log import AnswerLog
     from eagle3.data.regenerate import Player
-    from eagle3.shards import read_token_shard, write_token_shard
+    from eagle3.shards import read_token_shard, summarise_rows, write_token_shard
 
     cfg = RegenerateConfig(**request["regenerate"])
     with AnswerLog(request["log_place"]) as log:
@@ -134,7 +134,8 @@ def _play(engine: Any, request: dict[str, Any], report: Report) -> dict[str, Any
         if requests:
             engine.play(requests, player.follow, cfg.seed, report)
     answered, counts = player.result()
-    return {**asdict(write_token_shard(request["out"], answered)), "counts": counts}
+    summary = write_token_shard(request["out"], answered) if answered else summarise_rows([])
+    return {**asdict(summary), "counts": counts}
 
 
 def _capture(engine: Any, request: dict[str, Any], report: Report) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from eagle3.data import answer_log
 from eagle3.data.answer_log import AnswerLog
 from eagle3.data.chat import encode_rows, prompt_row
 from eagle3.data.conversations import Conversation
-from eagle3.data.regenerate import Player, accounts_text, warn_of_limit
+from eagle3.data.regenerate import Player, accounts_text, check_any_left, warn_of_limit
 from eagle3.data.script import script_of
 from eagle3.shards import TokenRow, read_token_shard, write_token_shard
 from eagle3.target.answers import Answer, Request, Sampling
@@ -176,13 +176,15 @@ def test_each_source_is_sampled_as_its_settings_say(target_dir: Path, tmp_path: 
     assert requests[5] == Request([5, 6], Sampling(0.8, 0.9, 20))
 
 
-def test_a_shard_of_which_nothing_is_left_says_why_and_what_to_do(target_dir: Path, tmp_path: Path) -> None:
+def test_where_nothing_is_left_the_counts_say_why_and_what_to_do(target_dir: Path, tmp_path: Path) -> None:
     player = Player([row for row in shard_rows() if row is not DONE], str(target_dir), CFG, 512, AnswerLog(str(tmp_path)))
     for i in player.start():
         assert player.follow(i, Answer([0], "length")) is None
     said = r"4 conversations, 7 user turns requested = 0 answered \+ 4 failed \(too_short 4\) \+ 3 skipped .*; raise regenerate\."
+    rows, counts = player.result()
     with pytest.raises(ValueError, match=said):
-        player.result()
+        check_any_left(len(rows), counts)
+    check_any_left(1, counts)
 
 
 def test_a_script_survives_the_token_shard(tmp_path: Path) -> None:

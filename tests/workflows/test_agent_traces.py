@@ -47,7 +47,7 @@ class Agents:
         sources = [{"path": str(self.workplace / f"{name}.jsonl"), "name": name} for name in ("chats", "tasks")]
         prompts = write_prompts(self.workplace / "prompts.jsonl", 0, 4)
         blocks = {"data": {"sources": sources}, "target": {"chat_template": str(self.workplace / "template.jinja")}}
-        blocks |= {"regenerate": {"sources": {"tasks": {"temperature": 0.0, "max_new_tokens": 7}}, **regenerate}}
+        blocks |= {"regenerate": {"sources": {"tasks": {"temperature": 0.0, "max_new_tokens": 7}}} | regenerate}
         result = pyflyte_run(write_recipe(self.workplace / "recipe.yaml", self.target, prompts, **blocks))
         assert result.exit_code == 0, (result.output, result.exception)
         self.output = result.output
@@ -78,6 +78,21 @@ def test_chats_and_tool_tasks_are_played_each_by_its_stage_and_trained_together(
     appended = counts(agents.run(num_tasks=4))
     assert (appended["regenerate_responses"], appended["collect_agent_traces"]) == ((0, 2), (1, 0))
     assert appended["extract_hidden_states"] == (1, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("light")
+def test_a_shard_without_a_row_left_is_left_out_and_none_at_all_is_an_error(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One token is no answer to learn from: all tool tasks are lost.
+    counted = counts(agents.run(sources={"tasks": {"max_new_tokens": 1}}))
+    assert (counted["collect_agent_traces"], counted["extract_hidden_states"][1]) == ((1, 0), 2)
+    assert "3 failed (too_short 3)" in agents.output
+    prompts = write_prompts(agents.workplace / "prompts.jsonl", 0, 4)
+    result = pyflyte_run(write_recipe(agents.workplace / "recipe.yaml", agents.target, prompts, regenerate={"max_new_tokens": 1}))
+    assert result.exit_code != 0
+    assert "got 4 conversations, 4 user turns requested = 0 answered + 4 failed (too_short 4)" in " ".join(result.output.split())
 
 
 @pytest.mark.usefixtures("light")

@@ -14,12 +14,15 @@ from workflows.resources import LIGHT
 @task(container_image=images.CPU, **LIGHT)
 def gather_token_shards(stage: str, before: list[TokenShard], shards: list[TokenShard]) -> TokenShards:
     """Put the shards in order behind those of earlier stages, and tell what became of the stage's prompts."""
-    from eagle3.data.regenerate import accounts_text
+    from eagle3.data.regenerate import accounts_text, check_any_left
 
     accounts = sum((Counter(shard.accounts) for shard in shards), Counter[str]())
     if accounts:
         print(f"{stage}: {accounts_text(accounts)}", flush=True)
-    # Two shards that hold the same rows come from the cache under one index.
-    ordered = [replace(shard, index=i) for i, shard in enumerate([*before, *shards])]
+    left = [shard for shard in (*before, *shards) if shard.rows]
     total = sum((Counter(shard.accounts) for shard in before), accounts)
+    if accounts:
+        check_any_left(len(left), dict(total))
+    # Two shards that hold the same rows come from the cache under one index.
+    ordered = [replace(shard, index=i) for i, shard in enumerate(left)]
     return TokenShards(ordered, store.digest_of_digests(shard.digest for shard in ordered), dict(total))
