@@ -7,6 +7,7 @@ Everything here is read when the plans are registered; pods read none of it.
 """
 
 import os
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -30,6 +31,7 @@ EVERY_NIGHT = "0 2 * * *"  # UTC
 TRAIN = {"learning_rate": 2.0e-5}
 # Drafts are promoted only where text with and without them is the same, which bfloat16's rounding does not keep.
 EVALUATE = {"dtype": "float32"}
+GIVEN_ANEW = ("prompts", "heldout", "run_name")
 ENDED = [
     WorkflowExecutionPhase.SUCCEEDED,
     WorkflowExecutionPhase.FAILED,
@@ -39,14 +41,15 @@ ENDED = [
 
 
 def inputs_of(recipe: Path) -> dict[str, Any]:
-    """A recipe's blocks as a launch plan wants them, with the places above for its prompts."""
+    """All of a recipe's keys as a launch plan wants them, with the places above for its prompts."""
     kinds = get_type_hints(Recipe)
     blocks = yaml.safe_load(recipe.read_text()) | {"prompts": TRAFFIC, "heldout": HELDOUT, "run_name": "nightly"}
     for name, changes in (("train", TRAIN), ("evaluate", EVALUATE)):
         blocks[name] = blocks.get(name, {}) | changes
     files = {name: FlyteFile(blocks.pop(name)) for name in ("prompts", "heldout")}
     settings = {name: value if isinstance(value, str) else kinds[name](**value) for name, value in blocks.items()}
-    return {**settings, **files, "promote": PromoteConfig(place=PROMOTED)}
+    defaults = {f.name: f.default for f in fields(Recipe) if f.default is not MISSING}
+    return {**defaults, **settings, **files, "promote": PromoteConfig(place=PROMOTED)}
 
 
 NIGHTLY = LaunchPlan.get_or_create(
@@ -57,10 +60,12 @@ NIGHTLY = LaunchPlan.get_or_create(
     notifications=[Email(phases=ENDED, recipients_email=OWNERS)],
 )
 
-# The same run whenever somebody wants it; every input may be given anew.
+# The same run whenever somebody wants it, on other files or under another name. The blocks are fixed: flytekit's command line of
+# a registered plan cannot read defaults with blocks within.
 BY_HAND = LaunchPlan.get_or_create(
     workflow=retrain_eagle3,
     name="retraining",
-    default_inputs=inputs_of(RECIPE),
+    fixed_inputs={name: value for name, value in inputs_of(RECIPE).items() if name not in GIVEN_ANEW},
+    default_inputs={name: value for name, value in inputs_of(RECIPE).items() if name in GIVEN_ANEW},
     notifications=[Email(phases=ENDED, recipients_email=OWNERS)],
 )

@@ -20,6 +20,7 @@ from flytekit.types.file import FlyteFile
 from pods import Pod
 from propeller import Entry
 
+from eagle3.resources import ResourcesConfig
 from workflows.prepare_data import prepare_shards
 
 # One row in a step, so that training has steps enough to be killed between; states of a shard in several chunks.
@@ -86,7 +87,9 @@ class Cluster:
         values = yaml.safe_load(self.recipe().read_text())
         del values["run_name"]
         kinds = prepare_shards.python_interface.inputs
-        return {name: kinds[name](**v) if isinstance(v, dict) else FlyteFile(v) for name, v in values.items()}
+        inputs = {name: kinds[name](**v) if isinstance(v, dict) else FlyteFile(v) for name, v in values.items()}
+        # As in workflows/launchplans.py: flytekit's command line of a registered plan reads no default with blocks within.
+        return inputs | {"resources": ResourcesConfig()}
 
     def forget(self, *tasks: str) -> None:
         """Remove these tasks' outputs from the cache."""

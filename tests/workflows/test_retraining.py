@@ -28,9 +28,9 @@ def retrain(workplace: Path, tiny_target: Path, prompts: Path, monkeypatch: pyte
     def run(lengths: dict[str, float], heldout: int = 100, fails: bool = False, identical: bool = True, **blocks: Any) -> str:
         plain = benchmark.evaluate
 
-        def evaluate(target_dir: str, export_dir: str, heldout_path: str, engine: Any, cfg: Any, out: str) -> dict[str, Any]:
-            figures = plain(target_dir, export_dir, heldout_path, engine, cfg, out)
-            length = lengths["current" if "promoted/drafts" in export_dir else "new"]
+        def evaluate(*inputs: Any, watch: Any) -> dict[str, Any]:
+            figures = plain(*inputs, watch=watch)
+            length = lengths["current" if "promoted/drafts" in inputs[1] else "new"]
             return {**figures, "acceptance_length": length, "outputs_identical": identical}
 
         recipe = write_recipe(workplace / "recipe.yaml", tiny_target, prompts, **blocks)
