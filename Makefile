@@ -24,7 +24,7 @@ ENGINE_ENV := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false
 smoke: .venv/installed $(TARGET)
 	$(ENGINE_ENV) .venv/bin/pyflyte run workflows/train_eagle3.py train_eagle3 --inputs-file $(RECIPE)
 
-test: .venv/tested $(BFCL)/fetched
+test: .venv/tested $(BFCL)/fetched $(TARGET)
 	$(ENGINE_ENV) .venv/bin/python -m pytest -q
 
 lint: .venv/tested

@@ -2,21 +2,62 @@
 
 Inputs reach a node's resources only inside a `@dynamic`: the fan-outs are such, and a thin one stands around each other task that
 takes resources from the recipe. The tasks themselves, and so their cache keys, know nothing of it.
+
+What the environment said where the tasks were registered holds in their pods too: a `@dynamic` makes its nodes there, with the
+images and secrets that the pod knows.
 """
 
+import os
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from flytekit import Resources
+from flytekit import Resources, Secret
 from flytekit.extras import accelerators
 from flytekit.extras.accelerators import H200
 
 from eagle3.config import FanOutConfig
 from eagle3.resources import EngineResources, PodResources, ResourcesConfig, TrainerResources
 
+CARRIED = ("EAGLE3_REGISTRY", "EAGLE3_HF_SECRET", "EAGLE3_SERVER_SECRET", "EAGLE3_STORE")
+
+
+def carried_environment() -> dict[str, str]:
+    """What pods have to know of this environment; a store only where it is one that they can reach."""
+    found = {name: os.environ.get(name, "") for name in CARRIED}
+    if "://" not in found["EAGLE3_STORE"]:
+        del found["EAGLE3_STORE"]
+    return {name: value for name, value in found.items() if value}
+
+
+def secret(setting: str, variable: str) -> dict[str, Any]:
+    """A secret of the cluster for a task's pod, if the environment names one.
+
+    Args:
+        setting: variable that holds <group>/<key>, for Kubernetes a secret's name and key.
+        variable: under which the pod gets the secret itself.
+
+    Raises:
+        ValueError: if the setting reads otherwise.
+    """
+    named = os.environ.get(setting, "")
+    if not named:
+        return {}
+    group, _, key = named.partition("/")
+    if not (group and key):
+        raise ValueError(f"{setting} must read group/key, the name and key of a secret in the cluster; it does not")
+    how = Secret.MountType.ENV_VAR
+    return {"secret_requests": [Secret(group=group, key=key, env_var=variable, mount_requirement=how)]}
+
+
+# For tasks that read the hub, and for those that may ask a server.
+HUB = secret("EAGLE3_HF_SECRET", "HF_TOKEN")
+SERVER = secret("EAGLE3_SERVER_SECRET", "EAGLE3_SERVER_KEY")
+ENVIRONMENT = carried_environment()
+
 # Reading inputs, gathering shards, the summary: seconds of one core.
 LIGHT: dict[str, Any] = {
+    "environment": ENVIRONMENT,
     "requests": Resources(cpu="1", mem="2Gi", ephemeral_storage="4Gi"),
     "limits": Resources(cpu="2", mem="4Gi", ephemeral_storage="8Gi"),
     "timeout": timedelta(hours=1),
@@ -28,6 +69,7 @@ DYNAMIC: dict[str, Any] = LIGHT | {"timeout": timedelta(days=30)}
 
 # Tokenising, counting, fetching and exporting: some cores, room for the target's files.
 DATA: dict[str, Any] = {
+    "environment": ENVIRONMENT,
     "requests": Resources(cpu="4", mem="16Gi", ephemeral_storage="100Gi"),
     "limits": Resources(cpu="8", mem="32Gi", ephemeral_storage="200Gi"),
     "timeout": timedelta(hours=24),
@@ -46,6 +88,7 @@ CLIENT: dict[str, Any] = {
 # One engine replica or one trainer: a whole H200 each. A trainer that is given several runs one process on each
 # (train.processes: 0).
 ENGINE: dict[str, Any] = {
+    "environment": ENVIRONMENT,
     "requests": Resources(cpu="8", mem="96Gi", gpu="1", ephemeral_storage="200Gi"),
     "limits": Resources(cpu="16", mem="128Gi", gpu="1", ephemeral_storage="400Gi"),
     "accelerator": H200,
@@ -53,6 +96,7 @@ ENGINE: dict[str, Any] = {
     "timeout": timedelta(days=2),
 }
 TRAINER: dict[str, Any] = {
+    "environment": ENVIRONMENT,
     "requests": Resources(cpu="16", mem="128Gi", gpu="1", ephemeral_storage="300Gi"),
     "limits": Resources(cpu="24", mem="192Gi", gpu="1", ephemeral_storage="400Gi"),
     "accelerator": H200,

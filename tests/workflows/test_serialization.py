@@ -10,9 +10,10 @@ import pytest
 from flyte_runs import ROOT
 from flyteidl.admin.task_pb2 import TaskSpec
 from flyteidl.admin.workflow_pb2 import WorkflowSpec
+from flyteidl.core.security_pb2 import Secret
 from flyteidl.core.tasks_pb2 import Resources
 
-from workflows import table
+from workflows import resources, table
 
 UNCACHED = {
     "resolve_inputs",
@@ -41,6 +42,19 @@ UNCACHED = {
     "promote_draft",
 }
 ON_GPU = {"regenerate_shard", "collect_shard", "extract_shard", "train_draft", "evaluate_draft"}
+CARRIED = {"EAGLE3_REGISTRY": "ghcr.io/acme", "EAGLE3_HF_SECRET": "hf/token", "EAGLE3_SERVER_SECRET": "vllm/key"}
+READ_THE_HUB = {
+    "resolve_inputs",
+    "resolve_without_data",
+    "fetch_target",
+    "fetch_tokenizer",
+    "prepare_data",
+    "plan_run",
+    "regenerate_responses",
+    "build_vocab",
+    "train_draft",
+    "find_current_draft",
+}
 WITH_DECK = ON_GPU | {"prepare_data", "show_data", "summarize_run", "plan_run"}
 
 
@@ -51,7 +65,7 @@ def packaged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     program = "from flytekit.clis.sdk_in_container.pyflyte import main; main()"
     command = [sys.executable, "-c", program, "--pkgs", "workflows", "package", "--fast"]
     command += ["--source", str(ROOT), "--output", str(path / "package.tgz")]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(path), "EAGLE3_REGISTRY": "ghcr.io/acme"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(path)} | CARRIED | {"EAGLE3_STORE": str(path)}
     done = subprocess.run(command, cwd=path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {}
@@ -152,6 +166,34 @@ def test_engine_tasks_ask_for_an_h200_and_are_retried(templates: dict[str, Any])
 
 def test_long_tasks_and_reports_have_a_deck(templates: dict[str, Any]) -> None:
     assert {name for name, template in templates.items() if template.metadata.generates_deck.value} == WITH_DECK
+
+
+def test_pods_know_the_registry_and_secrets_that_their_own_nodes_need(templates: dict[str, Any]) -> None:
+    for name, template in templates.items():
+        environment = {pair.key: pair.value for pair in template.container.env}
+        assert environment.items() >= CARRIED.items(), name
+        assert "EAGLE3_STORE" not in environment, name  # a directory of this machine
+
+
+def test_only_tasks_that_need_a_secret_get_it(templates: dict[str, Any]) -> None:
+    found = {
+        name: {(s.group, s.key, s.env_var, s.mount_requirement) for s in template.security_context.secrets}
+        for name, template in templates.items()
+    }
+    token, key = ("hf", "token", "HF_TOKEN", Secret.ENV_VAR), ("vllm", "key", "EAGLE3_SERVER_KEY", Secret.ENV_VAR)
+    assert {name for name, secrets in found.items() if token in secrets} == READ_THE_HUB
+    assert {name for name, secrets in found.items() if key in secrets} == {"regenerate_shard", "collect_shard", "extract_shard"}
+    assert all(len(secrets) <= 1 for secrets in found.values())
+
+
+def test_no_secret_is_asked_for_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EAGLE3_HF_SECRET", raising=False)
+    assert resources.secret("EAGLE3_HF_SECRET", "HF_TOKEN") == {}
+    monkeypatch.setenv("EAGLE3_HF_SECRET", "hf_abcdef")
+    with pytest.raises(ValueError, match="EAGLE3_HF_SECRET must read group/key"):
+        resources.secret("EAGLE3_HF_SECRET", "HF_TOKEN")
+    monkeypatch.setenv("EAGLE3_STORE", "s3://bucket/drafts")
+    assert resources.carried_environment()["EAGLE3_STORE"] == "s3://bucket/drafts"
 
 
 def test_all_but_a_few_tasks_are_cached_by_a_constant_version(templates: dict[str, Any]) -> None:

@@ -12,13 +12,13 @@ import images
 from eagle3.config import VocabConfig
 from workflows import store
 from workflows.interfaces import DraftVocab, Target, TokenShards
-from workflows.resources import DATA
+from workflows.resources import DATA, HUB
 from workflows.stage import stage
 
 logger = logging.getLogger("eagle3")
 
 
-@task(container_image=images.CPU, cache=Cache(version="2", ignored_inputs=("shards", "target", "init_from")), **DATA)
+@task(container_image=images.CPU, cache=Cache(version="2", ignored_inputs=("shards", "target", "init_from")), **DATA, **HUB)
 @stage
 def build_vocab(
     shards: TokenShards,

@@ -9,7 +9,7 @@ from eagle3.config import EngineConfig, FanOutConfig, RegenerateConfig
 from eagle3.resources import ResourcesConfig
 from workflows.answering import answer_shard, answering_key, in_lanes
 from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
-from workflows.resources import DYNAMIC, ENGINE
+from workflows.resources import DYNAMIC, ENGINE, SERVER
 from workflows.stage import stage
 from workflows.tasks.gather_token_shards import gather_token_shards
 
@@ -17,7 +17,9 @@ NAME = "collect_agent_traces"
 CACHE = Cache(version="1", ignored_inputs=("shard", "target", "server_url", "tensor_parallel_size"))
 
 
-@task(container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, enable_deck=True, deck_fields=(), **ENGINE)
+@task(
+    container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, enable_deck=True, deck_fields=(), **ENGINE, **SERVER
+)
 @stage
 def collect_shard(
     shard: TokenShard,

@@ -14,7 +14,7 @@ from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
 from workflows.live import JobDeck
-from workflows.resources import DYNAMIC, ENGINE, LIGHT, replica_overrides
+from workflows.resources import DYNAMIC, ENGINE, LIGHT, SERVER, replica_overrides
 from workflows.stage import stage
 
 logger = logging.getLogger("eagle3")
@@ -25,7 +25,9 @@ LANE = {"concurrency": 1, "min_success_ratio": 0.0}
 NAME = "extract_hidden_states"
 
 
-@task(container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, enable_deck=True, deck_fields=(), **ENGINE)
+@task(
+    container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, enable_deck=True, deck_fields=(), **ENGINE, **SERVER
+)
 @stage
 def extract_shard(
     shard: TokenShard,

@@ -12,11 +12,11 @@ from eagle3.config import TargetConfig
 from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import Target, TargetRef
-from workflows.resources import DATA, DYNAMIC, LIGHT, data_overrides
+from workflows.resources import DATA, DYNAMIC, HUB, LIGHT, data_overrides
 from workflows.stage import stage
 
 
-@task(container_image=images.CPU, cache=Cache(version="3", ignored_inputs=("target", "ref")), retries=2, **DATA)
+@task(container_image=images.CPU, cache=Cache(version="3", ignored_inputs=("target", "ref")), retries=2, **DATA, **HUB)
 @stage
 def fetch_target(target: TargetConfig, ref: TargetRef, target_digest: str) -> Target:
     from eagle3.target.resolve import fetch_target
@@ -29,7 +29,7 @@ def fetch_target(target: TargetConfig, ref: TargetRef, target_digest: str) -> Ta
     return _as_target(ref, target_digest, out, check_target_dir(out))
 
 
-@task(container_image=images.CPU, cache=Cache(version="1", ignored_inputs=("target", "ref")), retries=2, **LIGHT)
+@task(container_image=images.CPU, cache=Cache(version="1", ignored_inputs=("target", "ref")), retries=2, **LIGHT, **HUB)
 @stage
 def fetch_tokenizer(target: TargetConfig, ref: TargetRef, target_digest: str) -> Target:
     """The same target, its directory without weights: enough to prepare the data and to plan a run."""

@@ -13,7 +13,7 @@ from eagle3.config import DataConfig, SourceConfig, VocabConfig
 from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
-from workflows.resources import DATA, DYNAMIC, LIGHT, data_overrides
+from workflows.resources import DATA, DYNAMIC, HUB, LIGHT, data_overrides
 from workflows.stage import stage
 from workflows.summary import data_text, run_dir, write_data_report
 from workflows.tasks.describe_rows import describe_rows
@@ -25,6 +25,7 @@ from workflows.tasks.describe_rows import describe_rows
     enable_deck=True,
     deck_fields=(),
     **DATA,
+    **HUB,
 )
 @stage
 def prepare_data(

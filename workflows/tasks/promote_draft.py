@@ -8,10 +8,10 @@ from eagle3.config import EngineConfig, EvaluateConfig, PromoteConfig, TrainConf
 from eagle3.promotion import Measurement
 from workflows import store
 from workflows.interfaces import CurrentDraft, DraftExport, EvaluationReport, Promotion, Target, TokenShard
-from workflows.resources import DATA, LIGHT
+from workflows.resources import DATA, HUB, LIGHT
 
 
-@task(container_image=images.CPU, **LIGHT)
+@task(container_image=images.CPU, **LIGHT, **HUB)
 def find_current_draft(promote: PromoteConfig, train: TrainConfig) -> CurrentDraft:
     """Before anything expensive: which draft is served now? Never cached: another run may have promoted one.
 

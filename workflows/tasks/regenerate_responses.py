@@ -12,7 +12,7 @@ from eagle3.target.properties import aux_layer_ids
 from workflows import store
 from workflows.answering import answer_shard, answering_key, in_lanes
 from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
-from workflows.resources import DYNAMIC, ENGINE
+from workflows.resources import DYNAMIC, ENGINE, HUB, SERVER
 from workflows.stage import stage
 from workflows.tasks.gather_token_shards import gather_token_shards
 
@@ -20,7 +20,9 @@ NAME = "regenerate_responses"
 CACHE = Cache(version="2", ignored_inputs=("shard", "target", "server_url", "tensor_parallel_size"))
 
 
-@task(container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, enable_deck=True, deck_fields=(), **ENGINE)
+@task(
+    container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, enable_deck=True, deck_fields=(), **ENGINE, **SERVER
+)
 @stage
 def regenerate_shard(
     shard: TokenShard,
@@ -53,7 +55,7 @@ def _check_initial(init_from: str, init_digest: str, target: Target, layer_ids: 
     check_settings(read_settings(init_from, init_digest, config), config, layer_ids)
 
 
-@dynamic(container_image=images.CPU, **DYNAMIC)
+@dynamic(container_image=images.CPU, **DYNAMIC, **HUB)
 def regenerate_responses(
     data: PreparedData,
     target: Target,

@@ -16,10 +16,10 @@ from eagle3.config import (
 )
 from workflows import journal, store
 from workflows.interfaces import ResolvedInputs, TargetRef
-from workflows.resources import LIGHT
+from workflows.resources import HUB, LIGHT
 
 
-@task(container_image=images.CPU, **LIGHT)
+@task(container_image=images.CPU, **LIGHT, **HUB)
 def resolve_inputs(
     prompts: FlyteFile | None,
     heldout: FlyteFile,
@@ -40,7 +40,7 @@ def resolve_inputs(
     return _resolve(prompts, heldout, target, engine, data, regenerate, evaluate, train)
 
 
-@task(container_image=images.CPU, **LIGHT)
+@task(container_image=images.CPU, **LIGHT, **HUB)
 def resolve_without_data(
     heldout: FlyteFile,
     target: TargetConfig,

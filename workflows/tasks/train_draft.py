@@ -14,13 +14,13 @@ from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import DraftCheckpoint, DraftVocab, HiddenStateShards, Target
 from workflows.live import AttemptCheckpoint, TrainingDeck
-from workflows.resources import DYNAMIC, TRAINER, trainer_overrides
+from workflows.resources import DYNAMIC, HUB, TRAINER, trainer_overrides
 from workflows.stage import stage
 
 CACHE = Cache(version="2", ignored_inputs=("states", "vocab", "target", "init_from"))
 
 
-@task(container_image=images.GPU, cache=CACHE, retries=3, enable_deck=True, deck_fields=(), **TRAINER)
+@task(container_image=images.GPU, cache=CACHE, retries=3, enable_deck=True, deck_fields=(), **TRAINER, **HUB)
 @stage
 def train_draft(
     states: HiddenStateShards,
