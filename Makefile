@@ -18,7 +18,7 @@ BFCL_WHEEL := bfcl-eval==2026.3.23
 # No telemetry, and no warning of tokenizers beside forked processes.
 ENGINE_ENV := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: smoke test lint bench bench-capture lock store-size clean-cache
+.PHONY: smoke test lint bench bench-capture image lock store-size clean-cache
 .DEFAULT_GOAL := smoke
 
 smoke: .venv/installed $(TARGET)
@@ -84,6 +84,15 @@ $(BFCL)/fetched: | .venv/installed
 # PyPI's torch names CUDA packages that its CPU wheel does not need; Python 3.13, Windows and mainframes are not ours.
 NOT_CPU := ^(nvidia-|cuda-|triton==|pywin32)|sys_platform == 'win32'|machine == 's390x'|sys_platform == 'emscripten'|version >= '3.13'
 COMPILE := uv pip compile -q pyproject.toml --no-header --no-annotate
+
+# Both images with the code inside, for clusters that get no code at run time: EAGLE3_REGISTRY and EAGLE3_TAG name them. Push them,
+# then register with --copy none.
+DOCKER ?= $(shell command -v docker || command -v podman)
+
+image: .venv/installed
+	.venv/bin/python -m images.build runs/images > runs/images.txt
+	while read -r name context; do $(DOCKER) build -t "$$name" "$$context" || exit 1; done < runs/images.txt
+	cat runs/images.txt
 
 lock: .venv/installed
 	set -e; PATH=$(CURDIR)/.venv/bin:$$PATH; tmp=$$(mktemp -d); trap 'rm -r $$tmp' EXIT; \

@@ -1,6 +1,7 @@
 """The two container images, each from its lock: CPU for data and files, GPU for engine and training.
 
-Names and tags need no registry; set EAGLE3_REGISTRY (for example ghcr.io/acme) to push and pull.
+Names and tags need no registry; set EAGLE3_REGISTRY (for example ghcr.io/acme) to push and pull. Code travels to the pods when a
+workflow is started (`--copy all`), or lies in the images: EAGLE3_TAG then tells its versions apart (images/build.py).
 """
 
 import os
@@ -8,8 +9,10 @@ from pathlib import Path
 from typing import cast
 
 from flytekit import ImageSpec
+from flytekit.constants import CopyFileDetection
 
 ROOT = Path(__file__).resolve().parents[1]
+TAG = os.environ.get("EAGLE3_TAG", "")
 PYTHON_VERSION = "3.12"
 BASE_IMAGE = "debian:12.11-slim"
 UV_IMAGE = "ghcr.io/astral-sh/uv:0.13.9"
@@ -39,6 +42,8 @@ def _image(name: str, lock: str, apt_packages: list[str], pip_args: str = "") ->
         pip_extra_args=f"--no-deps {pip_args}".strip(),
         apt_packages=apt_packages,
         builder_config={"uv_image": UV_IMAGE},
+        tag_format=f"{{spec_hash}}-{TAG}" if TAG else None,
+        source_copy_mode=CopyFileDetection.NO_COPY,
     )
 
 

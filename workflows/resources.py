@@ -19,7 +19,7 @@ from flytekit.extras.accelerators import H200
 from eagle3.config import FanOutConfig
 from eagle3.resources import EngineResources, PodResources, ResourcesConfig, TrainerResources
 
-CARRIED = ("EAGLE3_REGISTRY", "EAGLE3_HF_SECRET", "EAGLE3_SERVER_SECRET", "EAGLE3_STORE")
+CARRIED = ("EAGLE3_REGISTRY", "EAGLE3_TAG", "EAGLE3_HF_SECRET", "EAGLE3_SERVER_SECRET", "EAGLE3_STORE")
 
 
 def carried_environment() -> dict[str, str]:

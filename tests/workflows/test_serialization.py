@@ -42,7 +42,12 @@ UNCACHED = {
     "promote_draft",
 }
 ON_GPU = {"regenerate_shard", "collect_shard", "extract_shard", "train_draft", "evaluate_draft"}
-CARRIED = {"EAGLE3_REGISTRY": "ghcr.io/acme", "EAGLE3_HF_SECRET": "hf/token", "EAGLE3_SERVER_SECRET": "vllm/key"}
+CARRIED = {
+    "EAGLE3_REGISTRY": "ghcr.io/acme",
+    "EAGLE3_TAG": "v1",
+    "EAGLE3_HF_SECRET": "hf/token",
+    "EAGLE3_SERVER_SECRET": "vllm/key",
+}
 READ_THE_HUB = {
     "resolve_inputs",
     "resolve_without_data",

@@ -1,0 +1,41 @@
+"""Build contexts of both images with the code inside, for clusters whose pods get no code at run time.
+
+    python -m images.build DIRECTORY    writes a context an image, and a line `name directory` for each
+
+`make image` hands them to docker or podman. Set EAGLE3_TAG, which stands in their names: the code is not in the hash.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from flytekit import ImageSpec
+from flytekit.image_spec.default_builder import create_docker_context
+
+import images
+
+CODE = ("eagle3", "workflows", "images")
+LAST_LAYER = "COPY --chown=flytekit code /root\n"
+
+
+def write_context(image: ImageSpec, directory: Path) -> None:
+    """Write what flytekit's own builder would build from, and the code in a last layer."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    create_docker_context(image, directory)
+    for name in CODE:
+        shutil.copytree(images.ROOT / name, directory / "code" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    with open(directory / "Dockerfile", "a") as file:
+        file.write(LAST_LAYER)
+
+
+def main(directory: Path) -> None:
+    if not images.TAG:
+        sys.exit("set EAGLE3_TAG to the version of the code that the images hold")
+    for image in (images.CPU, images.GPU):
+        write_context(image, directory / image.name)
+        print(image.image_name(), directory / image.name)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
