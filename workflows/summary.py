@@ -40,6 +40,11 @@ def run_dir(run_name: str) -> Path:
     return out
 
 
+def place_of(path: Path) -> str:
+    """Where a file of a run's directory is found: its path here; of a pod's, which ends, the name in the task's output."""
+    return str(path) if store.is_local() else path.name
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all: another run may have the same name."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")

@@ -2,6 +2,9 @@
 
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
+from pathlib import Path
+
+from flyte_runs import pod
 
 from eagle3.config import DataConfig, FanOutConfig, SourceConfig, VocabConfig
 from eagle3.data.report import answer_figures
@@ -44,3 +47,9 @@ def test_the_line_on_answers_adds_up_and_warns_of_the_limit() -> None:
     low = summary.answers_text(answer_figures(accounts | {"at_length_limit": 241}))
     assert "241 at the length limit, TOO MANY: raise regenerate.max_new_tokens" in low
     assert summary.answers_text({}) == "the rows' own"
+
+
+def test_a_place_is_a_path_here_and_a_name_in_the_output_of_a_pod(tmp_path: Path) -> None:
+    assert summary.place_of(tmp_path / "report.html") == str(tmp_path / "report.html")
+    with pod(tmp_path):
+        assert summary.place_of(tmp_path / "report.html") == "report.html"

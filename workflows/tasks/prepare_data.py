@@ -15,7 +15,7 @@ from workflows import store
 from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
 from workflows.resources import DATA, DYNAMIC, HUB, LIGHT, data_overrides
 from workflows.stage import stage
-from workflows.summary import data_text, run_dir, write_data_report
+from workflows.summary import data_text, place_of, run_dir, write_data_report
 from workflows.tasks.describe_rows import describe_rows
 
 
@@ -123,8 +123,8 @@ def show_data(
         report["vocab"] = coverage_figures(description, most_frequent(description.total, vocab.size, description.end_of_turn_ids))
     if init_from:
         report["vocab_note"] = f"The draft of train.init_from, {init_from}, brings its own vocabulary: see the report of the run."
-    page = write_data_report(run_dir(run_name), report)
+    page = place_of(write_data_report(run_dir(run_name), report))
     shards = [*data.shards, *data.tool_tasks]
     shards_dir = store.location(shards[0].file).rpartition("/")[0]
-    print(data_text(report, len(shards), shards_dir, str(page)), flush=True)
+    print(data_text(report, len(shards), shards_dir, page), flush=True)
     return data
