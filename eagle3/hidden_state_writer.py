@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eagle3.chunk_plan import Frame, plan_chunks, row_bytes
 from eagle3.config import ExtractConfig
 from eagle3.encoding import compress, encode
 from eagle3.hidden_states import (
@@ -34,7 +35,6 @@ from eagle3.hidden_states import (
     MANIFEST_NAME,
     check_entry,
     file_sha256,
-    hidden_state_bytes,
     last_state_positions,
     parse_manifest,
 )
@@ -43,12 +43,9 @@ from eagle3.shards import TokenRow, digest_of, row_digest
 from eagle3.staging import Staging
 
 logger = logging.getLogger(__name__)
-# Uncompressed. Small rows share a frame, since states of a shared prefix repeat from row to row.
-FRAME_BYTES = 1 << 20
 CHUNKS_IN_MEMORY = 2
 # Byte shuffle and zstd take 0.15 GB/s on a Zen 3 core; an H200 may hand over 1 GB/s and more of an 8B target's states.
 ENCODE_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-Frame = list[int]
 Check = Callable[[list[int]], dict[str, int]]
 
 
@@ -60,36 +57,6 @@ class EncodedFrame:
     last: Tensor | bytes
     aux_scales: Tensor | None
     last_scales: Tensor | None
-
-
-def row_bytes(row: TokenRow, num_aux: int, hidden_size: int, encoding: str) -> int:
-    """Size of a row in a chunk before compression, bytes."""
-    last_states = sum(a and b for a, b in zip(row.loss_mask, row.loss_mask[1:], strict=False))
-    return hidden_state_bytes(len(row.token_ids), last_states, num_aux, hidden_size, encoding)
-
-
-def plan_chunks(sizes: list[int], chunk_bytes: int) -> list[list[Frame]]:
-    """Cut a shard into chunks of frames: a frame ends with the row that fills it, a chunk with the frame that does.
-
-    Args:
-        sizes: of the rows before compression, bytes.
-        chunk_bytes: of a chunk.
-
-    Returns:
-        for each chunk its frames, lists of row numbers; all together count up from 0.
-    """
-    chunks: list[list[Frame]] = [[[]]]
-    frame_size = chunk_size = 0
-    for row, size in enumerate(sizes):
-        if chunk_size >= chunk_bytes:
-            chunks.append([[]])
-            frame_size = chunk_size = 0
-        elif frame_size >= min(FRAME_BYTES, chunk_bytes):
-            chunks[-1].append([])
-            frame_size = 0
-        chunks[-1][-1].append(row)
-        frame_size, chunk_size = frame_size + size, chunk_size + size
-    return chunks
 
 
 class HiddenStateWriter:

@@ -19,10 +19,11 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from eagle3 import hidden_state_writer, remote, staging
+from eagle3 import chunk_plan, hidden_state_writer, remote, staging
+from eagle3.chunk_plan import plan_chunks, row_bytes
 from eagle3.config import ExtractConfig
 from eagle3.encoding import STORED_DTYPE
-from eagle3.hidden_state_writer import CHUNKS_IN_MEMORY, HiddenStateWriter, finished_manifest, plan_chunks, row_bytes
+from eagle3.hidden_state_writer import CHUNKS_IN_MEMORY, HiddenStateWriter, finished_manifest
 from eagle3.hidden_states import read_hidden_states
 from eagle3.shards import TokenRow
 from tests.shard_files import states_of, token_rows
@@ -37,7 +38,7 @@ NUM_CHUNKS = 4
 
 @pytest.fixture(autouse=True)
 def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hidden_state_writer, "FRAME_BYTES", 100)
+    monkeypatch.setattr(chunk_plan, "FRAME_BYTES", 100)
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, A
     """Manifest and files of the shard that every interrupted one has to become."""
     out = tmp_path_factory.mktemp("uninterrupted")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hidden_state_writer, "FRAME_BYTES", 100)
+        patch.setattr(chunk_plan, "FRAME_BYTES", 100)
         writer = open_writer(out)
         assert [len(frames) for frames in writer.plan] == [2] * NUM_CHUNKS
         return finish(writer), files_of(out)
@@ -493,7 +494,7 @@ def test_a_disk_that_is_full_for_the_last_few_bytes_is_named(
     assert not list(out.glob("*.part"))
     (small_disk / "ballast").unlink()
     monkeypatch.undo()
-    monkeypatch.setattr(hidden_state_writer, "FRAME_BYTES", 100)
+    monkeypatch.setattr(chunk_plan, "FRAME_BYTES", 100)
     writer = open_writer(out, **BIG)
     assert sorted(writer.entries) == list(range(1 if file.startswith("chunk") else NUM_CHUNKS))
     assert (finish(writer), files_of(out)) == big

@@ -16,8 +16,9 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
+from eagle3.chunk_plan import row_bytes
 from eagle3.config import EngineConfig, ExtractConfig, RegenerateConfig
-from eagle3.hidden_state_writer import finished_manifest, row_bytes
+from eagle3.hidden_state_writer import finished_manifest
 from eagle3.remote import is_remote
 from eagle3.shards import read_token_shard
 from eagle3.target.answers import Answer
