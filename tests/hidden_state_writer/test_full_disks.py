@@ -1,16 +1,26 @@
-"""A disk that is full or read-only is named, and what was finished before is kept."""
+"""A disk that is full or read-only is named, and what was finished before is kept.
 
+Each fault is made twice: on a disk that is mounted for the test, where that is allowed, and for this process alone by a limit on
+the size of files and by permissions, which needs no rights.
+"""
+
+import os
 import re
+import resource
+import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eagle3 import chunk_plan, hidden_state_writer
+from eagle3 import hidden_state_writer
 from eagle3.hidden_state_writer import finished_manifest
 from tests.hidden_state_writer.writers import BIG, NUM_CHUNKS, files_of, finish, open_writer
+
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -26,15 +36,78 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def fill(disk: Path) -> Path:
-    """Take all the room that is left."""
-    ballast = disk / "ballast"
-    with open(ballast, "ab", buffering=0) as f:
+class MountedDisk:
+    """A disk of 2 MiB that a ballast fills."""
+
+    error = "No space left"
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.ballast = path, path / "ballast"
+
+    @contextmanager
+    def room_for_two_chunks(self) -> Iterator[None]:
+        self.ballast.write_bytes(bytes(1_250_000))
+        with self.room_afterwards():
+            yield
+
+    def fill(self) -> None:
+        """Take all the room that is left."""
+        with open(self.ballast, "ab", buffering=0) as f:
+            try:
+                while True:
+                    f.write(bytes(1024))
+            except OSError:
+                return
+
+    @contextmanager
+    def room_afterwards(self) -> Iterator[None]:
         try:
-            while True:
-                f.write(bytes(1024))
-        except OSError:
-            return ballast
+            yield
+        finally:
+            self.ballast.unlink()
+
+
+class LimitedFiles:
+    """No file of this process may grow beyond a limit: writes end half-way with EFBIG, as with ENOSPC on a full disk."""
+
+    error = "File too large"
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.before = path, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    @contextmanager
+    def room_for_two_chunks(self) -> Iterator[None]:
+        saved, save_file = [], hidden_state_writer.save_file
+
+        def save(*args: Any) -> None:
+            if len(saved) == 2:
+                self.fill(100_000)
+            saved.append(args)
+            save_file(*args)
+
+        with pytest.MonkeyPatch.context() as patch, self.room_afterwards():
+            patch.setattr(hidden_state_writer, "save_file", save)
+            yield
+
+    def fill(self, num_bytes: int = 0) -> None:
+        """Let no file grow beyond this."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, self.before[1]))
+
+    @contextmanager
+    def room_afterwards(self) -> Iterator[None]:
+        """Within the test: pytest's own output may be a file, too."""
+        # The signal that comes with EFBIG would end the process.
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+            signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.fixture(params=["mounted", "limited"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> MountedDisk | LimitedFiles:
+    return MountedDisk(request.getfixturevalue("small_disk")) if request.param == "mounted" else LimitedFiles(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +117,17 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[
     return finish(open_writer(out, **BIG)), files_of(out)
 
 
-def test_a_full_disk_is_named_and_finished_chunks_are_kept(small_disk: Path, big: tuple[dict[str, Any], dict[str, str]]) -> None:
-    (small_disk / "ballast").write_bytes(bytes(1_250_000))
-    out = small_disk / "shard"
+def test_a_full_disk_is_named_and_finished_chunks_are_kept(
+    disk: MountedDisk | LimitedFiles, big: tuple[dict[str, Any], dict[str, str]]
+) -> None:
+    out = disk.path / "shard"
     remedy = "the 2 that are finished are kept: mend that (on a full disk, make room) and run again"
-    with pytest.raises(OSError, match=rf"shard: chunk 2 of 4 could not be written \(.*No space left.*\); {re.escape(remedy)}"):
-        finish(open_writer(out, **BIG))
-    names = sorted(path.name for path in out.iterdir())
+    message = rf"shard: chunk 2 of 4 could not be written \(.*{disk.error}.*\); {re.escape(remedy)}"
+    with disk.room_for_two_chunks():
+        with pytest.raises(OSError, match=message):
+            finish(open_writer(out, **BIG))
+        names = sorted(path.name for path in out.iterdir())
     assert names == sorted(["chunk-00000.json", "chunk-00001.json", *(c["file"] for c in big[0]["chunks"][:2])])
-    (small_disk / "ballast").unlink()
     writer = open_writer(out, **BIG)
     assert sorted(writer.entries) == [0, 1]
     assert (finish(writer), files_of(out)) == big
@@ -63,52 +138,88 @@ def test_a_full_disk_is_named_and_finished_chunks_are_kept(small_disk: Path, big
     [
         (
             "chunk-00001.json",
-            r"chunk 1 of 4 could not be written \(.*chunk-00001\.json could not be written \(.*No space left.*; the 1 that",
+            r"chunk 1 of 4 could not be written \(.*chunk-00001\.json could not be written \(.*{error}.*; the 1 that",
         ),
         (
             "manifest.json",
-            r"shard/manifest\.json could not be written \(.*No space left.*\); check the free disk space and run again",
+            r"shard/manifest\.json could not be written \(.*{error}.*\); check the free disk space and run again",
         ),
     ],
 )
 def test_a_disk_that_is_full_for_the_last_few_bytes_is_named(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch, big: tuple[dict[str, Any], dict[str, str]], file: str, message: str
+    disk: MountedDisk | LimitedFiles, big: tuple[dict[str, Any], dict[str, str]], file: str, message: str
 ) -> None:
     write_bytes = hidden_state_writer.write_bytes
 
     def write_on_full_disk(place: str, data: bytes) -> None:
         if place.endswith(file):
-            fill(small_disk)
+            disk.fill()
         write_bytes(place, data)
 
-    monkeypatch.setattr(hidden_state_writer, "write_bytes", write_on_full_disk)
-    out = small_disk / "shard"
-    with pytest.raises(OSError, match=message):
-        finish(open_writer(out, **BIG))
-    assert finished_manifest(out) is None
-    assert not list(out.glob("*.part"))
-    (small_disk / "ballast").unlink()
-    monkeypatch.undo()
-    monkeypatch.setattr(chunk_plan, "FRAME_BYTES", 100)
+    out = disk.path / "shard"
+    with pytest.MonkeyPatch.context() as patch, disk.room_afterwards():
+        patch.setattr(hidden_state_writer, "write_bytes", write_on_full_disk)
+        with pytest.raises(OSError, match=message.format(error=disk.error)):
+            finish(open_writer(out, **BIG))
+        assert finished_manifest(out) is None
+        assert not list(out.glob("*.part"))
     writer = open_writer(out, **BIG)
     assert sorted(writer.entries) == list(range(1 if file.startswith("chunk") else NUM_CHUNKS))
     assert (finish(writer), files_of(out)) == big
 
 
-def make_read_only(disk: Path) -> None:
+@contextmanager
+def mounted_read_only(disk: Path) -> Iterator[str]:
     """Bind it over itself without the right to write: a plain remount is refused while a file is open for writing."""
     subprocess.run(["mount", "--bind", str(disk), str(disk)], check=True)
     subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], check=True)
+    yield "Read-only file system"
 
 
-def test_a_read_only_directory_is_named_before_anything_is_computed(small_disk: Path) -> None:
-    make_read_only(small_disk)
-    with pytest.raises(OSError, match=f"Read-only file system: '{small_disk}/shard"):
-        open_writer(small_disk / "shard")
+def become_nobody() -> None:
+    try:
+        os.seteuid(NOBODY)
+    except OSError as e:  # a container without CAP_SETUID, or one that has no other users
+        pytest.skip(f"root may write anywhere and cannot become another user here ({e})")
 
 
-def test_a_directory_that_becomes_read_only_is_named(small_disk: Path) -> None:
-    writer = open_writer(small_disk / "shard")
-    make_read_only(small_disk)
-    with pytest.raises(OSError, match=r"shard: chunk 0 of 4 could not be written \(.*Read-only file system.*; the 0 that are"):
+@contextmanager
+def without_permission(directory: Path) -> Iterator[str]:
+    """Take the right to write in it and below; root, whom no permission stops, is nobody meanwhile."""
+    user, directories = os.geteuid(), [directory, *(path for path in directory.rglob("*") if path.is_dir())]
+    for path in directories:
+        path.chmod(0o555)
+    try:
+        if user == 0:
+            become_nobody()
+        yield "Permission denied"
+    finally:
+        os.seteuid(user)
+        for path in directories:
+            if path.exists():
+                path.chmod(0o755)
+
+
+ReadOnly = Callable[[Path], AbstractContextManager[str]]
+
+
+@pytest.fixture(params=["mounted", "permissions"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, ReadOnly]:
+    """A directory, and what makes it read-only and says what the system answers then."""
+    if request.param == "mounted":
+        return request.getfixturevalue("small_disk"), mounted_read_only
+    return tmp_path, without_permission
+
+
+def test_a_read_only_directory_is_named_before_anything_is_computed(directory: tuple[Path, ReadOnly]) -> None:
+    place, read_only = directory
+    with read_only(place) as error, pytest.raises(OSError, match=f"{error}: '{place}/shard"):
+        open_writer(place / "shard")
+
+
+def test_a_directory_that_becomes_read_only_is_named(directory: tuple[Path, ReadOnly]) -> None:
+    place, read_only = directory
+    writer = open_writer(place / "shard")
+    message = r"shard: chunk 0 of 4 could not be written \(.*{error}.*; the 0 that are"
+    with read_only(place) as error, pytest.raises(OSError, match=message.format(error=error)):
         finish(writer)
