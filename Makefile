@@ -90,6 +90,7 @@ COMPILE := uv pip compile -q pyproject.toml --no-header --no-annotate
 DOCKER ?= $(shell command -v docker || command -v podman)
 
 image: .venv/installed
+	mkdir -p runs
 	.venv/bin/python -m images.build runs/images > runs/images.txt
 	while read -r name context; do $(DOCKER) build -t "$$name" "$$context" || exit 1; done < runs/images.txt
 	cat runs/images.txt

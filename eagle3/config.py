@@ -296,6 +296,9 @@ class PromoteConfig(StageConfig):
     margin: float = Field(
         default=0.02, ge=0, description="acceptance length, in tokens, by which a new draft may be worse and still be promoted"
     )
+    identical_text: bool = Field(
+        default=True, description="refuse a draft with which greedy text on any held-out prompt is another than without it"
+    )
     warm_start: bool = Field(
         default=True, description="train from the promoted draft, where there is one; false: as train.init_from says"
     )

@@ -62,17 +62,18 @@ class Decision:
     reason: str
 
 
-def decide(new: Measurement, current: Measurement | None, margin: float) -> Decision:
+def decide(new: Measurement, current: Measurement | None, margin: float, identical_text: bool = True) -> Decision:
     """Whether a new draft may take the current one's place: not if it is worse by more than `margin`.
 
     Args:
         current: None where no draft was promoted yet.
         margin: of acceptance length, tokens a target pass.
+        identical_text: refuse a draft with which the text is another on any held-out prompt.
 
     Raises:
         ValueError: if the two were measured on different prompts or settings, which compares nothing.
     """
-    if not new.outputs_identical:
+    if identical_text and not new.outputs_identical:
         return Decision(False, "the text with the draft differs from the target's own: see differing_prompts in evaluation.json")
     length = new.acceptance_length
     if not length >= 1:  # NaN too
@@ -110,6 +111,15 @@ def current_promotion(place: str) -> Promoted | None:
             f"the promoted draft {found.export} is gone; put it back, or move {root}/{POINTER} and promotions/ away to start anew"
         )
     return found
+
+
+def restore_pointer(place: str) -> Promoted | None:
+    """The draft that is served now, with promoted.json naming it: a writer that was killed, or a hand, may have added another."""
+    root = _root(place)
+    current = current_promotion(place)
+    if current and _read(f"{root}/{POINTER}") != current:
+        _replace(f"{root}/{POINTER}", current.model_dump_json(indent=1).encode())
+    return current
 
 
 def promote(place: str, export_dir: str, new: Promoted) -> Promoted:

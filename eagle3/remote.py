@@ -1,6 +1,6 @@
 """Files by local path or fsspec URL: read, written and looked for alike; a store that fails is tried again.
 
-Credentials are the store's own environment variables. Nothing here lists a directory: names are known.
+Credentials are the store's own environment variables.
 """
 
 import logging
@@ -87,6 +87,17 @@ def file_size(place: str) -> int | None:
         return try_often(look, place) if is_remote(place) else Path(place).stat().st_size
     except FileNotFoundError:
         return None
+
+
+def list_files(place: str, pattern: str) -> list[str]:
+    """The files right in a directory whose names match a glob pattern, sorted; none where there is no such directory."""
+
+    def look() -> list[str]:
+        store, path = _store_of(place)
+        store.invalidate_cache()
+        return [f"{place}/{found.rpartition('/')[2]}" for found in store.glob(f"{path}/{pattern}")]
+
+    return sorted(try_often(look, place) if is_remote(place) else map(str, Path(place).glob(pattern)))
 
 
 def write_bytes(place: str, data: bytes) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eagle3 import promotion
-from eagle3.promotion import Measurement, Promoted, current_promotion, decide, promote
+from eagle3.promotion import Measurement, Promoted, current_promotion, decide, promote, restore_pointer
 from eagle3.remote import read_bytes, write_bytes
 
 NEW = Measurement("new", "heldout", "k = 3", 2.0, True)
@@ -34,6 +34,7 @@ def test_a_draft_that_changes_the_text_is_never_promoted() -> None:
     changing = replace(NEW, acceptance_length=9.0, outputs_identical=False)
     assert not decide(changing, None, 0.0).promote
     assert not decide(changing, CURRENT, 0.0).promote
+    assert decide(changing, None, 0.0, identical_text=False).promote
 
 
 def test_the_current_draft_is_not_promoted_again() -> None:
@@ -145,3 +146,10 @@ def test_going_back_is_a_promotion_with_the_next_number(place: str, tmp_path: Pa
     assert back is not None
     assert (back.digest, back.number) == ("one", 3)
     assert back.digest != two.digest
+    pointer = read_bytes(f"{place}/promoted.json")
+    assert pointer is not None
+    assert Promoted.model_validate_json(pointer) == two
+    assert restore_pointer(place) == back
+    pointer = read_bytes(f"{place}/promoted.json")
+    assert pointer is not None
+    assert Promoted.model_validate_json(pointer) == back

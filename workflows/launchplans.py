@@ -21,7 +21,8 @@ from workflows.recipe import Recipe
 from workflows.retrain_eagle3 import retrain_eagle3
 
 RECIPE = Path(__file__).parent / "recipes" / "qwen3_8b_h200.yaml"
-# What changes from night to night lies behind one name; a file that did not change makes the night's run a cache hit.
+# What changes from night to night lies behind one name. Rows that did not change are answered and captured once; training goes on
+# from the promoted draft, so it runs every night.
 TRAFFIC = os.environ.get("EAGLE3_TRAFFIC", "s3://my-bucket/traffic/latest.jsonl")
 HELDOUT = os.environ.get("EAGLE3_HELDOUT", "s3://my-bucket/traffic/heldout.jsonl")
 PROMOTED = os.environ.get("EAGLE3_PROMOTED", "s3://my-bucket/drafts/qwen3-8b")
@@ -29,7 +30,8 @@ OWNERS = [name.strip() for name in os.environ.get("EAGLE3_OWNERS", "ml-platform@
 EVERY_NIGHT = "0 2 * * *"  # UTC
 # A fifth of the recipe's: training goes on from a trained draft. Not measured.
 TRAIN = {"learning_rate": 2.0e-5}
-# Drafts are promoted only where text with and without them is the same, which bfloat16's rounding does not keep.
+# Drafts are promoted only where text with and without them is the same (promote.identical_text), which bfloat16's rounding does
+# not keep; that float32 keeps it was seen on CPUs only.
 EVALUATE = {"dtype": "float32"}
 GIVEN_ANEW = ("prompts", "heldout", "run_name")
 ENDED = [

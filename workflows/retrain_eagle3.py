@@ -19,7 +19,7 @@ def retrain_eagle3(recipe: Recipe, promote: PromoteConfig) -> Promotion:
     current = find_current_draft(promote=promote, train=recipe.train)
     recipe = replace(recipe, train=current.train)
     start = chain.prepare(recipe)
-    check_current_draft(made_for=current.target_digest, target=start.model)
+    start = replace(start, model=check_current_draft(made_for=current.target_digest, target=start.model))
     rows = chain.answer(recipe, start)
     measured = chain.finish(recipe, start, rows, chain.extract(recipe, start, rows))
     opponent = choose_opponent(current=current.drafts, draft=measured.draft, report=measured.report)

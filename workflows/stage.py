@@ -1,4 +1,4 @@
-"""The decorator under `@task` on every cached task: tells the journal, and marks the faults that a new pod may not have."""
+"""The decorators under `@task`: one on every cached task tells the journal, both mark the faults that a new pod may not have."""
 
 import functools
 import logging
@@ -17,11 +17,27 @@ R = TypeVar("R")
 TRANSIENT = (ConnectionError, TimeoutError, RuntimeError)
 
 
+def recoverable(function: Callable[P, R]) -> Callable[P, R]:
+    """In a pod, make engine and connection faults of a task's function recoverable."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TRANSIENT as e:
+            if store.is_local():
+                raise
+            raise FlyteRecoverableException(f"{function.__name__}: {e}") from e
+
+    return wrapped
+
+
 def stage(function: Callable[P, R]) -> Callable[P, R]:
     """Journal each execution of a task's function; in a pod, make engine and connection faults recoverable.
 
     Settings and data errors (ValueError) pass unchanged: running them again would only fail again.
     """
+    recovering = recoverable(function)
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -29,12 +45,7 @@ def stage(function: Callable[P, R]) -> Callable[P, R]:
         if not (store.is_local() and sys.stderr.isatty()):
             _show_log()
         with journal.timer() as seconds:
-            try:
-                result = function(*args, **kwargs)
-            except TRANSIENT as e:
-                if store.is_local():
-                    raise
-                raise FlyteRecoverableException(f"{function.__name__}: {e}") from e
+            result = recovering(*args, **kwargs)
         journal.note(f"{function.__module__}.{function.__name__}", seconds(), cached=False)
         return result
 

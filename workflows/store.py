@@ -52,8 +52,10 @@ def new_dir(name: str) -> Path:
 
 def root() -> Path:
     """The directory of all local outputs."""
-    root = Path(os.environ.get("EAGLE3_STORE") or DEFAULT_STORE) if is_local() else Path(current_context().working_directory)
-    return root.expanduser().resolve()
+    place = (os.environ.get("EAGLE3_STORE") or DEFAULT_STORE) if is_local() else current_context().working_directory
+    if "://" in str(place):
+        raise ValueError(f"EAGLE3_STORE must be a directory for local runs, got {place}; unset it, or run with --remote")
+    return Path(place).expanduser().resolve()
 
 
 @contextmanager
@@ -103,9 +105,11 @@ def keyed_place(name: str, key: str) -> Iterator[str]:
     """
     if is_local():
         path = root() / f"{name}-{key}"
-        while (lock := _lock(path)) is None:
+        if (lock := _lock(path)) is None:
             logger.warning("another process is writing %s: waiting for it", path)
+        while lock is None:
             time.sleep(LOCK_PAUSE_S)
+            lock = _lock(path)
         try:
             yield str(path)
         finally:

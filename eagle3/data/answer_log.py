@@ -1,21 +1,23 @@
 """The answers of an unfinished shard, kept as they come: a later attempt asks only for what is missing.
 
 One line of JSON an answer: conversation, how many answers it had before, a key of the prompt, token ids, finish reason. Each
-attempt writes numbered files of its own: in a directory one, a line at once with every answer; in a store, whose files cannot
-grow, another one every FLUSH_EVERY_S.
+attempt writes files of its own, so that two at once lose nothing: in a directory one, a line at once with every answer; in a
+store, whose files cannot grow, another one every FLUSH_EVERY_S.
 """
 
 import json
 import logging
 import time
+import uuid
 from pathlib import Path
 from types import TracebackType
 
 from eagle3.data.encode import tokens_key
-from eagle3.remote import is_remote, read_bytes, write_bytes
+from eagle3.remote import is_remote, list_files, read_bytes, write_bytes
 from eagle3.target.answers import Answer
 
 FLUSH_EVERY_S = 20.0
+PART_NAME = "answers-{}.jsonl"
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +35,14 @@ class AnswerLog:
     def __init__(self, place: str) -> None:
         self.place = place
         self.found: dict[tuple[int, int], tuple[str, Answer]] = {}
-        self.num_parts = 0
+        self.attempt, self.num_parts = uuid.uuid4().hex[:12], 0
         self.lines: list[str] = []
         self.flushed_at = time.monotonic()
         self.is_remote = is_remote(place)
         if not self.is_remote:
             Path(place).mkdir(parents=True, exist_ok=True)
-        while (data := read_bytes(self._part(self.num_parts))) is not None:
-            self._read(data)
-            self.num_parts += 1
+        for part in list_files(place, PART_NAME.format("*")):
+            self._read(read_bytes(part) or b"")
 
     def __enter__(self) -> "AnswerLog":
         return self
@@ -80,7 +81,7 @@ class AnswerLog:
         self.flushed_at = time.monotonic()
 
     def _part(self, number: int) -> str:
-        return f"{self.place}/answers-{number:05d}.jsonl"
+        return f"{self.place}/{PART_NAME.format(f'{self.attempt}-{number:05d}')}"
 
     def _read(self, data: bytes) -> None:
         for line in data.splitlines():

@@ -102,6 +102,7 @@ def read_source(source: SourceConfig) -> Iterator[Record]:
 
 def _read_hub(repository: str, subset: str, split: str, revision: str, name: str) -> Iterator[Record]:
     import datasets
+    import httpx
 
     number = 0
     try:
@@ -110,6 +111,8 @@ def _read_hub(repository: str, subset: str, split: str, revision: str, name: str
             yield Record(f"{name}, row {number}", row)
     except (ConnectionError, TimeoutError):
         raise
+    except httpx.TransportError as e:
+        raise ConnectionError(f"data set {repository}, behind row {number}: {type(e).__name__}: {e}; run again") from e
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as e:
         raise ValueError(
             f"data set {repository}, {f'behind row {number}' if number else 'first row'}: {type(e).__name__}: {e}; check name, "

@@ -50,7 +50,7 @@ def _hub_error(what: str, name: str, revision: str, error: Exception) -> Excepti
     import httpx
 
     status = getattr(getattr(error, "response", None), "status_code", None)
-    passing = isinstance(error, httpx.TransportError) or (status is not None and status >= 500)
+    passing = isinstance(error, httpx.TransportError) or (status is not None and (status == 429 or status >= 500))
     return (ConnectionError if passing else ValueError)(
         f"{what} {name} (revision {revision or 'default'}) cannot be had from the hub: {type(error).__name__}: {error}; "
         "check the id, the network and HF_TOKEN, or give a local copy"

@@ -117,6 +117,15 @@ def test_after_a_kill_only_what_is_missing_is_asked(
     assert play(target_dir, place)[1] == []
 
 
+def test_two_attempts_at_once_lose_nothing(target_dir: Path, tmp_path: Path, place: str) -> None:
+    first, second = AnswerLog(place), AnswerLog(place)
+    with first, second:
+        for number, log in enumerate((first, second, first)):
+            log.add(number, 0, [1, number], Answer([7, number], "stop"))
+    found = AnswerLog(place)
+    assert [found.find(i, 0, [1, i]) for i in range(3)] == [Answer([7, i], "stop") for i in range(3)]
+
+
 def test_answers_are_written_when_the_log_is_left(target_dir: Path, place: str) -> None:
     with pytest.raises(Killed):  # here an error, not a kill: the context is left
         play(target_dir, place, 3)
@@ -125,7 +134,7 @@ def test_answers_are_written_when_the_log_is_left(target_dir: Path, place: str) 
 
 def test_a_line_that_was_cut_off_is_asked_again(target_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole, _ = play(target_dir, str(tmp_path / "log"))
-    file = tmp_path / "log" / "answers-00000.jsonl"
+    (file,) = (tmp_path / "log").glob("answers-*.jsonl")
     file.write_bytes(file.read_bytes()[:-9])
     again, asked = play(target_dir, str(tmp_path / "log"))
     assert len(asked) == 1
@@ -147,7 +156,7 @@ def test_a_line_that_was_cut_off_is_asked_again(target_dir: Path, tmp_path: Path
 )
 def test_what_a_broken_disk_made_of_the_log_is_asked_again(target_dir: Path, tmp_path: Path, broken: bytes) -> None:
     whole, asked = play(target_dir, str(tmp_path / "log"))
-    file = tmp_path / "log" / "answers-00000.jsonl"
+    (file,) = (tmp_path / "log").glob("answers-*.jsonl")
     lines = file.read_bytes().splitlines()
     key = json.loads(lines[0])[2].encode()
     file.write_bytes(b"\n".join([broken.replace(b"KEY", key), *lines[1:]]))

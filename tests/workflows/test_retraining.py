@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flyte_runs import ROOT, pyflyte_run, write_prompts, write_recipe
+from flyte_runs import ROOT, pod, pyflyte_run, write_prompts, write_recipe
 from flyteidl.admin.launch_plan_pb2 import LaunchPlan
 
+from eagle3.config import PromoteConfig, TrainConfig
 from workflows import journal
+from workflows.tasks.promote_draft import find_current_draft
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +112,8 @@ def test_the_launch_plans_are_packaged_with_schedule_inputs_and_notifications(tm
     assert b"s3://b/drafts" in fixed["promote"].scalar.binary.value
     # Nobody is asked for the rest.
     assert all(parameter.HasField("default") for parameter in nightly.default_inputs.parameters.values())
+
+
+def test_a_place_that_would_end_with_its_pod_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pod(tmp_path), pytest.raises(ValueError, match="promote.place must be a URL in a cluster, got runs/promoted"):
+        find_current_draft.task_function(promote=PromoteConfig(place="runs/promoted"), train=TrainConfig())

@@ -22,6 +22,7 @@ from workflows.tasks.describe_rows import describe_rows
 @task(
     container_image=images.CPU,
     cache=Cache(version="3", ignored_inputs=("prompts", "heldout", "target")),
+    retries=2,
     enable_deck=True,
     deck_fields=(),
     **DATA,

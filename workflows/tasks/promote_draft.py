@@ -16,12 +16,15 @@ def find_current_draft(promote: PromoteConfig, train: TrainConfig) -> CurrentDra
     """Before anything expensive: which draft is served now? Never cached: another run may have promoted one.
 
     Raises:
-        ValueError: if what names it is broken.
+        ValueError: if what names it is broken, or the place is one that ends with the pod.
     """
-    from eagle3.promotion import current_promotion
+    from eagle3.promotion import restore_pointer
+    from eagle3.remote import is_remote
 
+    if not store.is_local() and not is_remote(promote.place):
+        raise ValueError(f"promote.place must be a URL in a cluster, got {promote.place}: a pod's directories end with it")
     store.share_credentials()
-    current = current_promotion(promote.place)
+    current = restore_pointer(promote.place)
     if current is None:
         return CurrentDraft(train, 0, [], "")
     if promote.warm_start:
@@ -31,13 +34,14 @@ def find_current_draft(promote: PromoteConfig, train: TrainConfig) -> CurrentDra
 
 
 @task(container_image=images.CPU, **LIGHT)
-def check_current_draft(made_for: str, target: Target) -> None:
-    """Refuse, before the engine starts, a place that keeps drafts for another target."""
+def check_current_draft(made_for: str, target: Target) -> Target:
+    """Refuse, before the engine starts, a place that keeps drafts for another target; hands the target on to what follows."""
     if made_for and made_for != target.digest:
         raise ValueError(
             f"the promoted draft must be for this run's target {target.name}, digest {target.digest}, got {made_for}; "
             "give each target a promote.place of its own, or set target.revision to the former"
         )
+    return target
 
 
 @task(container_image=images.CPU, **LIGHT)
@@ -67,7 +71,7 @@ def promote_draft(
     settings = f"{target.digest} {engine.model_dump_json()} {evaluate.model_dump_json()}"
     new = _measurement(draft, report, heldout, settings)
     before = _measurement(current[0], opponent_report, heldout, settings) if current else None
-    decision = promotion.decide(new, before, promote.margin)
+    decision = promotion.decide(new, before, promote.margin, promote.identical_text)
     served, promoted, reason = (store.location(current[0].directory) if current else ""), decision.promote, decision.reason
     if promoted:
         wanted = promotion.Promoted(

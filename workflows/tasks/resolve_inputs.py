@@ -17,9 +17,11 @@ from eagle3.config import (
 from workflows import journal, store
 from workflows.interfaces import ResolvedInputs, TargetRef
 from workflows.resources import HUB, LIGHT
+from workflows.stage import recoverable
 
 
-@task(container_image=images.CPU, **LIGHT, **HUB)
+@task(container_image=images.CPU, retries=2, **LIGHT, **HUB)
+@recoverable
 def resolve_inputs(
     prompts: FlyteFile | None,
     heldout: FlyteFile,
@@ -40,7 +42,8 @@ def resolve_inputs(
     return _resolve(prompts, heldout, target, engine, data, regenerate, evaluate, train)
 
 
-@task(container_image=images.CPU, **LIGHT, **HUB)
+@task(container_image=images.CPU, retries=2, **LIGHT, **HUB)
+@recoverable
 def resolve_without_data(
     heldout: FlyteFile,
     target: TargetConfig,

@@ -90,7 +90,8 @@ def summarize_run(
         "digests": {"prompts": found.prompts_digest, "heldout": found.heldout_digest, "sources": found.source_versions} | digests,
         "serve": {"HTTP server": shell, "Python": python},
     }
-    metrics = (Path(checkpoint.directory.download()) / "metrics.jsonl").read_text().splitlines()
+    with fsspec.open(f"{draft_dir}/metrics.jsonl", "rt") as file:
+        metrics = file.read().splitlines()
     html = render_html(figures, [json.loads(line) for line in metrics], data_report["samples"])
     summary.write_text(out / "report.html", html)
     summary.write_text(out / "summary.json", json.dumps(figures, indent=1))
