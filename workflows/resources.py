@@ -19,7 +19,8 @@ from flytekit.extras.accelerators import H200
 from eagle3.config import FanOutConfig
 from eagle3.resources import EngineResources, PodResources, ResourcesConfig, TrainerResources
 
-CARRIED = ("EAGLE3_REGISTRY", "EAGLE3_TAG", "EAGLE3_HF_SECRET", "EAGLE3_SERVER_SECRET", "EAGLE3_STORE")
+POD_TEMPLATES = {name: f"EAGLE3_{name}_POD_TEMPLATE" for name in ("DATA", "ENGINE", "TRAINER")}
+CARRIED = ("EAGLE3_REGISTRY", "EAGLE3_TAG", "EAGLE3_HF_SECRET", "EAGLE3_SERVER_SECRET", "EAGLE3_STORE", *POD_TEMPLATES.values())
 
 
 def carried_environment() -> dict[str, str]:
@@ -50,6 +51,15 @@ def secret(setting: str, variable: str) -> dict[str, Any]:
     return {"secret_requests": [Secret(group=group, key=key, env_var=variable, mount_requirement=how)]}
 
 
+def node_pool(group: str) -> dict[str, Any]:
+    """The PodTemplate of the cluster that a group's pods are made after, if the environment names one.
+
+    Labels of node pools, tolerations and the like stand there: at run time flytekit takes them only with a package of Kubernetes.
+    """
+    name = os.environ.get(POD_TEMPLATES[group], "")
+    return {"pod_template_name": name} if name else {}
+
+
 # For tasks that read the hub, and for those that may ask a server.
 HUB = secret("EAGLE3_HF_SECRET", "HF_TOKEN")
 SERVER = secret("EAGLE3_SERVER_SECRET", "EAGLE3_SERVER_KEY")
@@ -74,6 +84,7 @@ DATA: dict[str, Any] = {
     "limits": Resources(cpu="8", mem="32Gi", ephemeral_storage="200Gi"),
     "timeout": timedelta(hours=24),
     "interruptible": False,
+    **node_pool("DATA"),
 }
 
 # A client of somebody's engine server.
@@ -94,6 +105,7 @@ ENGINE: dict[str, Any] = {
     "accelerator": H200,
     "shared_memory": "16Gi",
     "timeout": timedelta(days=2),
+    **node_pool("ENGINE"),
 }
 TRAINER: dict[str, Any] = {
     "environment": ENVIRONMENT,
@@ -103,6 +115,7 @@ TRAINER: dict[str, Any] = {
     "shared_memory": "16Gi",
     "timeout": timedelta(days=14),
     "interruptible": False,
+    **node_pool("TRAINER"),
 }
 
 
