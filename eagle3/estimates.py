@@ -109,7 +109,7 @@ def train_cost(work: Workload, draft: DraftSize, train: TrainConfig, gpu: Accele
     pairs = work.supervised * train.ttt_steps
     flops = 6 * (work.tokens * draft.per_token + pairs * draft.per_pair) + 2 * work.supervised * draft.head
     hours = train.epochs * flops / (gpu.tflops * 1e12 * TRAIN_SHARE * num_gpus) / 3600
-    how = f"{train.epochs} epochs of {train.ttt_steps} steps, {draft.params / 1e6:,.0f} M parameters"
+    how = f"{train.epochs} epochs, {train.ttt_steps} TTT steps, {draft.params / 1e6:,.0f} M parameters"
     return StageCost("train", hours * num_gpus, hours, how)
 
 

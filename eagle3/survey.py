@@ -14,6 +14,7 @@ from eagle3.config import DataConfig, RegenerateConfig, SourceConfig
 from eagle3.data.chat import load_chat_tokenizer
 from eagle3.data.encode import RowEncoder, Task, tokens_key
 from eagle3.data.files import COMPRESSIONS, Record, file_format
+from eagle3.data.script import is_tool_task
 from eagle3.data.sources import hub_parts, read_source, source_files, source_name, source_path
 from eagle3.estimates import Workload
 
@@ -28,7 +29,7 @@ class SourceSurvey:
     """What one source brings. basis: how it is known: counted, estimated, or at_least, where the number of rows is unknown.
 
     rows, tokens, supervised: kept ones. answers: that the target is to write; rows then end where the first of them is to begin,
-    and what users say after it is not counted. 0 where rows keep their own.
+    and what users say after it is not counted. 0 where rows keep their own. tool_tasks: rows that wait and offer tools.
     """
 
     name: str
@@ -37,6 +38,7 @@ class SourceSurvey:
     tokens: int
     supervised: int
     answers: int
+    tool_tasks: int
     dropped_share: float
 
 
@@ -73,7 +75,7 @@ def _survey_source(source: SourceConfig, encoder: RowEncoder, cfg: DataConfig, r
     looked_at = records if is_whole else records[:SAMPLE_ROWS]
     waits = regenerate and source.regenerate
     task = Task(source_name(source), source.preset, source.thinking, "script" if waits else "answers")
-    kept = tokens = supervised = rows = answers = 0
+    kept = tokens = supervised = rows = answers = tool_tasks = 0
     for outcome in encoder.encode_all(looked_at, task):
         if not outcome.rows or outcome.rows[0].sample_id in seen:
             continue
@@ -83,6 +85,7 @@ def _survey_source(source: SourceConfig, encoder: RowEncoder, cfg: DataConfig, r
         tokens += sum(len(row.token_ids) for row in outcome.rows)
         supervised += sum(sum(row.loss_mask) for row in outcome.rows)
         answers += max(1, outcome.turns) if waits else 0
+        tool_tasks += is_tool_task(outcome.rows[0].script)
         if is_whole and kept == source.max_rows:
             break
     dropped = 1 - kept / len(looked_at)
@@ -92,15 +95,16 @@ def _survey_source(source: SourceConfig, encoder: RowEncoder, cfg: DataConfig, r
             f"data.max_dropped_share = {cfg.max_dropped_share}; mend the source, raise data.max_prompt_tokens, or raise the share"
         )
     if is_whole or not kept:
-        return SourceSurvey(task.source, "counted", rows, tokens, supervised, answers, dropped)
+        return SourceSurvey(task.source, "counted", rows, tokens, supervised, answers, tool_tasks, dropped)
     total = _count_rows(source, records)
     basis = "estimated" if total else "at_least"
     usable = (total or len(records)) * kept / len(looked_at)
     scale = (min(usable, source.max_rows) if source.max_rows else usable) / kept
     if source.max_rows and usable >= source.max_rows:
         basis = "estimated"
-    rows, tokens, supervised, answers = (round(number * scale) for number in (rows, tokens, supervised, answers))
-    return SourceSurvey(task.source, basis, rows, tokens, supervised, answers, dropped)
+    figures = (rows, tokens, supervised, answers, tool_tasks)
+    rows, tokens, supervised, answers, tool_tasks = (round(number * scale) for number in figures)
+    return SourceSurvey(task.source, basis, rows, tokens, supervised, answers, tool_tasks, dropped)
 
 
 def _count_rows(source: SourceConfig, records: Sequence[Record]) -> int:
@@ -145,7 +149,10 @@ def workload(
     """
     shares = _taken_shares(surveys, weights)
     rows = [round(s.rows * share) for s, share in zip(surveys, shares, strict=True)]
-    shards = ceil(sum(rows) / cfg.rows_per_shard) if any(weights) else sum(ceil(n / cfg.rows_per_shard) for n in rows)
+    tasks = [round(s.tool_tasks * share) for s, share in zip(surveys, shares, strict=True)]
+    apart = [n - t for n, t in zip(rows, tasks, strict=True)] + tasks  # tool tasks fill shards of their own
+    mixed = [sum(rows) - sum(tasks), sum(tasks)]
+    shards = sum(ceil(n / cfg.rows_per_shard) for n in (mixed if any(weights) else apart))
     tokens = round(sum(s.tokens * share for s, share in zip(surveys, shares, strict=True)))
     supervised = round(sum(s.supervised * share for s, share in zip(surveys, shares, strict=True)))
     waiting = sum(n for n, s in zip(rows, surveys, strict=True) if s.answers)

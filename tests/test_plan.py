@@ -39,7 +39,7 @@ WORK = Workload(
     max_tokens=900_000,
     max_supervised=800_000,
 )
-SOURCES = [SourceSurvey("train", "counted", 1000, 100_000, 0, 1000, 0.0)]
+SOURCES = [SourceSurvey("train", "counted", 1000, 100_000, 0, 1000, 0, 0.0)]
 
 
 def settings(**blocks: dict[str, Any]) -> RunSettings:

@@ -112,7 +112,7 @@ def test_without_a_held_out_prompt_nothing_can_be_measured(tokenizer_dir: Path, 
 
 
 def of(rows: int, tokens: int) -> SourceSurvey:
-    return SourceSurvey("s", "counted", rows, tokens, 0, rows, 0.0)
+    return SourceSurvey("s", "counted", rows, tokens, 0, rows, 0, 0.0)
 
 
 def test_every_answer_that_the_target_is_to_write_is_counted_with_its_sources_limit(
@@ -123,7 +123,13 @@ def test_every_answer_that_the_target_is_to_write_is_counted_with_its_sources_li
     (found,), _ = survey([source], heldout, tokenizer_dir, DataConfig(), regenerate=True)
     assert (found.rows, found.answers) == (2, 4)
     cfg = RegenerateConfig(max_new_tokens=8, sources={found.name: SamplingConfig(max_new_tokens=20)})
-    assert workload([found], [0.0], DataConfig(), cfg, 4096).new_tokens == 4 * 20 // 2
+    work = workload([found], [0.0], DataConfig(), cfg, 4096)
+    assert (work.new_tokens, work.shards) == (4 * 20 // 2, 1)
+    tools = write(tmp_path / "t.jsonl", [{"prompt": "one"}, {"prompt": "two", "tools": [{"name": "look"}]}])
+    (found,), _ = survey([tools], heldout, tokenizer_dir, DataConfig(), regenerate=True)
+    assert (found.rows, found.tool_tasks) == (2, 1)
+    for weight in (0.0, 1.0):
+        assert workload([found], [weight], DataConfig(), cfg, 4096).shards == 2
     own = write(tmp_path / "b.jsonl", [{"messages": turns[:4]}])
     (found,), _ = survey([own], heldout, tokenizer_dir, DataConfig(), regenerate=False)
     assert (found.rows, found.answers) == (1, 0)

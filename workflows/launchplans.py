@@ -1,7 +1,7 @@
-"""Retraining by the clock. Change the constants or set the variables, then register; a schedule runs once it is activated.
+"""Retraining by the clock: two launch plans, made where their places are named; a schedule runs once it is activated.
 
     export EAGLE3_TRAFFIC=s3://bucket/traffic.jsonl EAGLE3_HELDOUT=… EAGLE3_PROMOTED=… EAGLE3_OWNERS=a@example.com,b@example.com
-    pyflyte register --copy all --activate-launchplans workflows
+    pyflyte register --copy all --activate-launchplans workflows    (with another --version when only the places changed)
 
 Everything here is read when the plans are registered; pods read none of it.
 """
@@ -23,10 +23,9 @@ from workflows.retrain_eagle3 import retrain_eagle3
 RECIPE = Path(__file__).parent / "recipes" / "qwen3_8b_h200.yaml"
 # What changes from night to night lies behind one name. Rows that did not change are answered and captured once; training goes on
 # from the promoted draft, so it runs every night.
-TRAFFIC = os.environ.get("EAGLE3_TRAFFIC", "s3://my-bucket/traffic/latest.jsonl")
-HELDOUT = os.environ.get("EAGLE3_HELDOUT", "s3://my-bucket/traffic/heldout.jsonl")
-PROMOTED = os.environ.get("EAGLE3_PROMOTED", "s3://my-bucket/drafts/qwen3-8b")
-OWNERS = [name.strip() for name in os.environ.get("EAGLE3_OWNERS", "ml-platform@example.com").split(",") if name.strip()]
+PLACES = ("EAGLE3_TRAFFIC", "EAGLE3_HELDOUT", "EAGLE3_PROMOTED", "EAGLE3_OWNERS")
+TRAFFIC, HELDOUT, PROMOTED, owners = (os.environ.get(name, "").strip() for name in PLACES)
+OWNERS = [name.strip() for name in owners.split(",") if name.strip()]
 EVERY_NIGHT = "0 2 * * *"  # UTC
 # A fifth of the recipe's: training goes on from a trained draft. Not measured.
 TRAIN = {"learning_rate": 2.0e-5}
@@ -54,20 +53,29 @@ def inputs_of(recipe: Path) -> dict[str, Any]:
     return {**defaults, **settings, **files, "promote": PromoteConfig(place=PROMOTED)}
 
 
-NIGHTLY = LaunchPlan.get_or_create(
-    workflow=retrain_eagle3,
-    name="nightly_retraining",
-    schedule=CronSchedule(schedule=EVERY_NIGHT),
-    fixed_inputs=inputs_of(RECIPE),
-    notifications=[Email(phases=ENDED, recipients_email=OWNERS)],
-)
+def make_plans() -> None:
+    """Make both plans; flytekit finds them by their registration, not by name."""
+    inputs, mail = inputs_of(RECIPE), [Email(phases=ENDED, recipients_email=OWNERS)]
+    LaunchPlan.get_or_create(
+        workflow=retrain_eagle3,
+        name="nightly_retraining",
+        schedule=CronSchedule(schedule=EVERY_NIGHT),
+        fixed_inputs=inputs,
+        notifications=mail,
+    )
+    # The same run whenever somebody wants it, on other files or under another name. The blocks are fixed: flytekit's command line
+    # of a registered plan cannot read defaults with blocks within.
+    LaunchPlan.get_or_create(
+        workflow=retrain_eagle3,
+        name="retraining",
+        fixed_inputs={name: value for name, value in inputs.items() if name not in GIVEN_ANEW},
+        default_inputs={name: value for name, value in inputs.items() if name in GIVEN_ANEW},
+        notifications=mail,
+    )
 
-# The same run whenever somebody wants it, on other files or under another name. The blocks are fixed: flytekit's command line of
-# a registered plan cannot read defaults with blocks within.
-BY_HAND = LaunchPlan.get_or_create(
-    workflow=retrain_eagle3,
-    name="retraining",
-    fixed_inputs={name: value for name, value in inputs_of(RECIPE).items() if name not in GIVEN_ANEW},
-    default_inputs={name: value for name, value in inputs_of(RECIPE).items() if name in GIVEN_ANEW},
-    notifications=[Email(phases=ENDED, recipients_email=OWNERS)],
-)
+
+# Without their places there are no plans: one that is activated with somebody else's would fail every night.
+if TRAFFIC and HELDOUT and PROMOTED and OWNERS:
+    make_plans()
+elif TRAFFIC or HELDOUT or PROMOTED or OWNERS:
+    raise ValueError(f"launch plans need all of {', '.join(PLACES)}, some are not set; set them or none")

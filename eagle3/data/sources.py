@@ -18,7 +18,7 @@ from eagle3.config import SourceConfig
 from eagle3.data.files import Record, file_format, read_file
 from eagle3.data.presets import PRESETS
 from eagle3.shards import digest_of
-from eagle3.target.hub import hub_commit
+from eagle3.target.hub import connection_faults, hub_commit
 
 HUB_PLACE = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::([\w.-]+))?:([\w.-]+(?:\[[\w:%-]*\])?)")
 READ_SIZE = 1 << 20
@@ -49,7 +49,8 @@ def hub_parts(path: str) -> tuple[str, str, str] | None:
     match = None if looks_local else HUB_PLACE.fullmatch(path)
     if not match:
         raise ValueError(
-            f"source {path}: no such file or directory, and not a hub data set; give a path, a URL or name[:subset]:split"
+            f"source {path}: no such file or directory, and not a hub data set; give a path, a URL or name[:subset]:split "
+            "(pods see no files but URLs and the code's)"
         )
     return match[1], match[2] or "", match[3]
 
@@ -102,7 +103,6 @@ def read_source(source: SourceConfig) -> Iterator[Record]:
 
 def _read_hub(repository: str, subset: str, split: str, revision: str, name: str) -> Iterator[Record]:
     import datasets
-    import httpx
 
     number = 0
     try:
@@ -111,7 +111,7 @@ def _read_hub(repository: str, subset: str, split: str, revision: str, name: str
             yield Record(f"{name}, row {number}", row)
     except (ConnectionError, TimeoutError):
         raise
-    except httpx.TransportError as e:
+    except connection_faults() as e:
         raise ConnectionError(f"data set {repository}, behind row {number}: {type(e).__name__}: {e}; run again") from e
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as e:
         raise ValueError(

@@ -2,6 +2,8 @@
 
 import shutil
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +19,6 @@ def hub_commit(what: str, name: str, revision: str, kind: Literal["model", "data
         ConnectionError: where another try may help.
         ValueError: where only another setting does.
     """
-    import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -25,7 +26,7 @@ def hub_commit(what: str, name: str, revision: str, kind: Literal["model", "data
     look_up = api.dataset_info if kind == "dataset" else api.model_info
     try:
         return str(look_up(name, revision=revision or None, timeout=20).sha)
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as e:
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, *connection_faults(), OSError) as e:
         raise _hub_error(what, name, revision, e) from e
 
 
@@ -33,7 +34,6 @@ def download_from_hub(
     what: str, name: str, revision: str, out_dir: str | Path, patterns: Sequence[str], ignored: Sequence[str] = ()
 ) -> None:
     """Put the files of a hub id that match `patterns` and none of `ignored` into `out_dir`; raises as `hub_commit` does."""
-    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -41,16 +41,19 @@ def download_from_hub(
         snapshot_download(
             name, revision=revision or None, local_dir=out_dir, allow_patterns=list(patterns), ignore_patterns=list(ignored)
         )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as e:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, *connection_faults(), OSError) as e:
         raise _hub_error(what, name, revision, e) from e
     shutil.rmtree(Path(out_dir) / ".cache", ignore_errors=True)
 
 
-def _hub_error(what: str, name: str, revision: str, error: Exception) -> Exception:
-    import httpx
+def connection_faults() -> tuple[type[Exception], ...]:
+    """What the hub's client raises where the network fails: errors of httpx, in newer releases of httpx2."""
+    return tuple(import_module(name).TransportError for name in ("httpx", "httpx2") if find_spec(name))
 
+
+def _hub_error(what: str, name: str, revision: str, error: Exception) -> Exception:
     status = getattr(getattr(error, "response", None), "status_code", None)
-    passing = isinstance(error, httpx.TransportError) or (status is not None and (status == 429 or status >= 500))
+    passing = isinstance(error, connection_faults()) or (status is not None and (status == 429 or status >= 500))
     return (ConnectionError if passing else ValueError)(
         f"{what} {name} (revision {revision or 'default'}) cannot be had from the hub: {type(error).__name__}: {error}; "
         "check the id, the network and HF_TOKEN, or give a local copy"

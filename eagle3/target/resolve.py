@@ -45,7 +45,10 @@ def target_kind(name: str) -> Literal["hub", "directory", "gguf"]:
     if path.exists():
         raise ValueError(f"target {name} is a file, but neither a directory nor a .gguf file; correct target.name")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise ValueError(f"target {name}: no such directory; correct target.name, or give a hub id like org/model")
+        raise ValueError(
+            f"target {name}: no such directory; correct target.name, or give a hub id like org/model (pods see no other "
+            "directories than the code's)"
+        )
     return "hub"
 
 
@@ -101,6 +104,7 @@ def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:
 
 def fetch_tokenizer(cfg: TargetConfig, out_dir: str | Path) -> None:
     """Put what `fetch_target` does into `out_dir`, the weights left out: config, tokenizer, chat template; raises as it does."""
+    template = read_chat_template(cfg.chat_template) if cfg.chat_template else ""
     out, kind = Path(out_dir), target_kind(cfg.name)
     out.mkdir(parents=True, exist_ok=True)
     if kind == "hub":
@@ -112,6 +116,8 @@ def fetch_tokenizer(cfg: TargetConfig, out_dir: str | Path) -> None:
         for file in _model_files(Path(cfg.name).expanduser().resolve()):
             if not file.match(WEIGHT_PATTERN):
                 shutil.copyfile(file, out / file.name)
+    if template:
+        put_chat_template(out, template)
 
 
 def _model_files(directory: Path) -> list[Path]:

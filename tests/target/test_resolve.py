@@ -113,3 +113,22 @@ def test_only_passing_hub_faults_may_be_tried_again(
     monkeypatch.setattr(HfApi, "model_info", fail)
     with pytest.raises(kind, match=r"example-org/absent .*HF_TOKEN"):
         identify_target(TargetConfig(name="example-org/absent"))
+
+
+def test_a_hub_that_cannot_be_reached_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ConnectionError, match=r"target example-org/absent .*check the id, the network and HF_TOKEN"):
+        identify_target(TargetConfig(name="example-org/absent"))
+
+
+def test_without_weights_a_target_has_the_same_files_the_given_template_included(tmp_path: Path) -> None:
+    (tmp_path / "other.jinja").write_text("{{ messages[0].content }}<|other|>")
+    cfg = TargetConfig(name=str(write_target(tmp_path / "tiny")), chat_template=str(tmp_path / "other.jinja"))
+    fetch_target(cfg, tmp_path / "whole")
+    fetch_tokenizer(cfg, tmp_path / "light")
+    files = {f.name: f.read_bytes() for f in (tmp_path / "whole").iterdir() if not f.match("*.safetensors")}
+    assert {f.name: f.read_bytes() for f in (tmp_path / "light").iterdir()} == files
+    assert "<|other|>" in files["chat_template.jinja"].decode()

@@ -184,7 +184,17 @@ def pyflyte(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_registered_launch_plan_runs_and_shares_the_cache(cluster: Cluster, first: Run) -> None:
+def test_a_registered_launch_plan_runs_and_shares_the_cache(
+    cluster: Cluster, first: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {
+        "TRAFFIC": "s3://b/traffic.jsonl",
+        "HELDOUT": "s3://b/heldout.jsonl",
+        "PROMOTED": "s3://b/drafts",
+        "OWNERS": "a@x.org",
+    }
+    for name, value in places.items():
+        monkeypatch.setenv(f"EAGLE3_{name}", value)
     pyflyte("register", "--copy", "all", "--version", "v1", str(ROOT / "workflows"))
     plan = LaunchPlan.create("nightly", prepare_shards, default_inputs={"run_name": "nightly"}, fixed_inputs=cluster.inputs())
     FlyteRemote(Config.auto(), "flytesnacks", "development").register_launch_plan(plan, version="v1")

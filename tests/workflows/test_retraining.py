@@ -93,7 +93,7 @@ def test_the_launch_plans_are_packaged_with_schedule_inputs_and_notifications(tm
     command = [sys.executable, "-c", program, "--pkgs", "workflows", "package", "--fast"]
     command += ["--source", str(ROOT), "--output", str(tmp_path / "package.tgz")]
     env = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "EAGLE3_OWNERS": "a@x.org, b@x.org"}
-    env |= {"EAGLE3_TRAFFIC": "s3://b/traffic.jsonl", "EAGLE3_PROMOTED": "s3://b/drafts"}
+    env |= {"EAGLE3_TRAFFIC": "s3://b/traffic.jsonl", "EAGLE3_HELDOUT": "s3://b/h.jsonl", "EAGLE3_PROMOTED": "s3://b/drafts"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     with tarfile.open(tmp_path / "package.tgz") as package:
@@ -117,3 +117,11 @@ def test_the_launch_plans_are_packaged_with_schedule_inputs_and_notifications(tm
 def test_a_place_that_would_end_with_its_pod_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pod(tmp_path), pytest.raises(ValueError, match="promote.place must be a URL in a cluster, got runs/promoted"):
         find_current_draft.task_function(promote=PromoteConfig(place="runs/promoted"), train=TrainConfig())
+
+
+def test_plans_with_half_of_their_places_are_refused_and_without_any_there_are_none() -> None:
+    program = "import workflows.launchplans; from flytekit import LaunchPlan; print(sorted(LaunchPlan.CACHE))"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("EAGLE3_")} | {"PYTHONPATH": str(ROOT)}
+    for given, said in (({}, "[]"), ({"EAGLE3_TRAFFIC": "s3://b/t"}, "launch plans need all of EAGLE3_TRAFFIC, EAGLE3_HELDOUT")):
+        done = subprocess.run([sys.executable, "-c", program], env=env | given, capture_output=True, text=True, timeout=120)
+        assert said in (done.stdout if not given else done.stderr)

@@ -29,7 +29,7 @@ def fetch_target(target: TargetConfig, ref: TargetRef, target_digest: str) -> Ta
     return _as_target(ref, target_digest, out, check_target_dir(out))
 
 
-@task(container_image=images.CPU, cache=Cache(version="1", ignored_inputs=("target", "ref")), retries=2, **LIGHT, **HUB)
+@task(container_image=images.CPU, cache=Cache(version="2", ignored_inputs=("target", "ref")), retries=2, **LIGHT, **HUB)
 @stage
 def fetch_tokenizer(target: TargetConfig, ref: TargetRef, target_digest: str) -> Target:
     """The same target, its directory without weights: enough to prepare the data and to plan a run."""

@@ -21,7 +21,7 @@ from workflows.tasks.describe_rows import describe_rows
 
 @task(
     container_image=images.CPU,
-    cache=Cache(version="3", ignored_inputs=("prompts", "heldout", "target")),
+    cache=Cache(version="4", ignored_inputs=("prompts", "heldout", "target")),
     retries=2,
     enable_deck=True,
     deck_fields=(),
