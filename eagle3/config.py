@@ -20,7 +20,7 @@ class StageConfig(BaseModel):
 class TargetConfig(StageConfig):
     """Which model the draft is for."""
 
-    name: str = Field(description="hub id, local directory with safetensors, or a .gguf file")
+    name: str = Field(description="hub id, directory with safetensors, by path or URL, or a .gguf file")
     revision: str = Field(default="", description="hub revision (branch, tag or commit); empty means the default branch")
     public_name: str = Field(
         default="", description="name written into the exported draft; needed when `name` is a path, else the hub id is used"
@@ -240,6 +240,10 @@ class TrainConfig(StageConfig):
                 "each process needs a pack in every step; raise packs_per_step"
             )
         return self
+
+    def without_place(self) -> "TrainConfig":
+        """The same, without where the initial draft lies: what it holds goes into keys by its digest."""
+        return self.model_copy(update={"init_from": "", "init_revision": ""})
 
     def settings_of_result(self) -> str:
         """The settings that decide what is learnt, as JSON: without those that only say where and how."""

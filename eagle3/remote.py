@@ -3,6 +3,7 @@
 Credentials are the store's own environment variables.
 """
 
+import hashlib
 import logging
 import threading
 from collections.abc import Callable
@@ -11,10 +12,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from eagle3.shards import digest_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TRIES, FIRST_PAUSE_S = 5, 0.5
+READ_SIZE = 1 << 20
 
 
 class Stopped(Exception):
@@ -98,6 +103,48 @@ def list_files(place: str, pattern: str) -> list[str]:
         return [f"{place}/{found.rpartition('/')[2]}" for found in store.glob(f"{path}/{pattern}")]
 
     return sorted(try_often(look, place) if is_remote(place) else map(str, Path(place).glob(pattern)))
+
+
+def file_version(store: Any, path: str) -> str:
+    """What changes when a file does: a store's own strong entity tag where it has one; else a hash, at the price of reading it.
+
+    Args:
+        store: fsspec file system. path: in it.
+
+    Raises:
+        ValueError: if it cannot be read; names it.
+        ConnectionError: where another try may help.
+    """
+    if not isinstance(store, LocalFileSystem):
+        info = store.info(path)
+        tag = str(info.get("ETag") or info.get("etag") or "")
+        if tag and not tag.startswith("W/"):
+            return digest_of(tag, str(info.get("size")))
+    sha = hashlib.sha256()
+    try:
+        with store.open(path, "rb") as file:
+            while block := file.read(READ_SIZE):
+                sha.update(block)
+    except (ConnectionError, TimeoutError):
+        raise
+    except OSError as e:
+        raise ValueError(f"{path} cannot be read ({e}); give a readable file") from e
+    return sha.hexdigest()[:32]
+
+
+def fetch_file(place: str, out: Path) -> None:
+    """Copy a file to a local path.
+
+    Raises:
+        FileNotFoundError: if it is not there.
+        ConnectionError: if the store does not answer.
+    """
+
+    def get() -> None:
+        store, path = _store_of(place)
+        store.get_file(path, str(out))
+
+    try_often(get, place)
 
 
 def write_bytes(place: str, data: bytes) -> None:

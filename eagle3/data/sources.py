@@ -4,7 +4,6 @@ A place is a hub data set `name[:subset]:split`, streamed through `datasets`, or
 directory all JSONL, JSON and Parquet files are read, sorted by path; files that begin with a dot or an underscore are not.
 """
 
-import hashlib
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -17,11 +16,11 @@ from fsspec.implementations.local import LocalFileSystem
 from eagle3.config import SourceConfig
 from eagle3.data.files import Record, file_format, read_file
 from eagle3.data.presets import PRESETS
+from eagle3.remote import file_version
 from eagle3.shards import digest_of
 from eagle3.target.hub import connection_faults, hub_commit
 
 HUB_PLACE = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::([\w.-]+))?:([\w.-]+(?:\[[\w:%-]*\])?)")
-READ_SIZE = 1 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +70,9 @@ def resolve_source(source: SourceConfig) -> tuple[str, str]:
         return path, hub_commit("data set", parts[0], source.revision, "dataset")
     filesystem, files, _ = _list_files(path)
     if len(files) == 1:
-        return path, _file_version(filesystem, files[0])
+        return path, file_version(filesystem, files[0])
     names = [file.rpartition("/")[2] for file in files]
-    versions = [_file_version(filesystem, file) for file in files]
+    versions = [file_version(filesystem, file) for file in files]
     return path, digest_of(*(part for pair in zip(names, versions, strict=True) for part in pair))
 
 
@@ -140,25 +139,6 @@ def _list_files(path: str) -> tuple[Any, list[str], str]:
     if skipped := len(found) - len(files):
         logger.warning("source %s: %d files of other formats or hidden are not read", path, skipped)
     return filesystem, files, root
-
-
-def _file_version(filesystem: Any, path: str) -> str:
-    """A store's own strong entity tag where it has one; else a hash of the content, at the price of reading it."""
-    if not isinstance(filesystem, LocalFileSystem):
-        info = filesystem.info(path)
-        tag = str(info.get("ETag") or info.get("etag") or "")
-        if tag and not tag.startswith("W/"):
-            return digest_of(tag, str(info.get("size")))
-    sha = hashlib.sha256()
-    try:
-        with filesystem.open(path, "rb") as file:
-            while block := file.read(READ_SIZE):
-                sha.update(block)
-    except (ConnectionError, TimeoutError):
-        raise
-    except OSError as e:
-        raise ValueError(f"source {path} cannot be read ({e}); give a readable file") from e
-    return sha.hexdigest()[:32]
 
 
 def source_files(source: SourceConfig) -> tuple[Any, list[str]]:

@@ -1,15 +1,19 @@
-"""Which model a name means: a hub id, a local directory or a GGUF file, identified in seconds and fetched into one directory."""
+"""Which model a name means: a hub id, a directory here or at a URL, or a GGUF file, identified and fetched into one directory."""
 
 import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from functools import cache
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any, Literal
 
+import fsspec
+
 from eagle3.config import TargetConfig
+from eagle3.remote import fetch_file, file_version, is_remote
 from eagle3.shards import digest_of
 from eagle3.target.chat_template import put_chat_template, read_chat_template
 from eagle3.target.hub import download_from_hub, hub_commit
@@ -25,12 +29,14 @@ IGNORED_PATTERNS = ("*/*", "consolidated*")
 WEIGHT_PATTERN = "*.safetensors"
 
 
-def target_kind(name: str) -> Literal["hub", "directory", "gguf"]:
+def target_kind(name: str) -> Literal["hub", "directory", "url", "gguf"]:
     """Say what `name` is, and refuse a path that is not there or holds no model.
 
     Raises:
         ValueError: names the path and the remedy.
     """
+    if is_remote(name):
+        return "url"
     path = Path(name).expanduser()
     if name.endswith(".gguf"):
         if not path.is_file():
@@ -72,6 +78,10 @@ def _identify_model(cfg: TargetConfig) -> tuple[str, str, str]:
     if kind == "hub":
         commit = hub_commit("target", cfg.name, cfg.revision)
         return cfg.name, commit, digest_of(cfg.name, commit)
+    if kind == "url":
+        store, files_there = _files_at(cfg.name)
+        digest = digest_of(*(part for f in files_there for part in (_base_name(f), file_version(store, f))))
+        return cfg.public_name or _base_name(cfg.name.rstrip("/")), digest, digest
     path = Path(cfg.name).expanduser().resolve()
     files = [path] if kind == "gguf" else _model_files(path)
     names = ["gguf"] if kind == "gguf" else [f.name for f in files]  # a renamed GGUF file is the same model
@@ -91,6 +101,9 @@ def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if kind == "hub":
         download_from_hub("target", cfg.name, cfg.revision, out, FILE_PATTERNS, IGNORED_PATTERNS)
+    elif kind == "url":
+        for name in map(_base_name, _files_at(cfg.name)[1]):
+            fetch_file(f"{cfg.name.rstrip('/')}/{name}", out / name)
     elif kind == "gguf":
         _convert_gguf(Path(cfg.name).expanduser().resolve(), out)
     else:
@@ -110,6 +123,10 @@ def fetch_tokenizer(cfg: TargetConfig, out_dir: str | Path) -> None:
     if kind == "hub":
         patterns = [pattern for pattern in FILE_PATTERNS if pattern != WEIGHT_PATTERN]
         download_from_hub("target", cfg.name, cfg.revision, out, patterns, IGNORED_PATTERNS)
+    elif kind == "url":
+        for name in map(_base_name, _files_at(cfg.name)[1]):
+            if not Path(name).match(WEIGHT_PATTERN):
+                fetch_file(f"{cfg.name.rstrip('/')}/{name}", out / name)
     elif kind == "gguf":
         _convert_gguf(Path(cfg.name).expanduser().resolve(), out, with_weights=False)
     else:
@@ -118,6 +135,33 @@ def fetch_tokenizer(cfg: TargetConfig, out_dir: str | Path) -> None:
                 shutil.copyfile(file, out / file.name)
     if template:
         put_chat_template(out, template)
+
+
+def _files_at(url: str) -> tuple[Any, list[str]]:
+    """The file system of a directory's URL, and its model files, sorted.
+
+    Raises:
+        ValueError: if it holds no model that can be read.
+    """
+    try:
+        store, root = fsspec.url_to_fs(url.rstrip("/"))
+        found = [str(path) for path in store.ls(root, detail=False)]
+    except (ConnectionError, TimeoutError):
+        raise
+    except (OSError, ValueError, ImportError) as e:
+        raise ValueError(f"target {url} cannot be listed ({e}); give the URL of a directory that save_pretrained wrote") from e
+    names = {_base_name(path): path for path in found}
+    wanted = [name for name in sorted(names) if any(fnmatch(name, pattern) for pattern in FILE_PATTERNS)]
+    files = [names[name] for name in wanted if not fnmatch(name, "consolidated*")]
+    if "config.json" not in names or not any(fnmatch(name, WEIGHT_PATTERN) for name in wanted):
+        raise ValueError(
+            f"target {url} has no config.json or no *.safetensors weights; give the directory that save_pretrained wrote"
+        )
+    return store, files
+
+
+def _base_name(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 def _model_files(directory: Path) -> list[Path]:

@@ -1,9 +1,11 @@
 """What a target's name stands for: identity by content, copies of what an engine reads, errors that name path and remedy."""
 
 import re
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -132,3 +134,48 @@ def test_without_weights_a_target_has_the_same_files_the_given_template_included
     files = {f.name: f.read_bytes() for f in (tmp_path / "whole").iterdir() if not f.match("*.safetensors")}
     assert {f.name: f.read_bytes() for f in (tmp_path / "light").iterdir()} == files
     assert "<|other|>" in files["chat_template.jinja"].decode()
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A target as a directory's URL."""
+    directory = write_target(tmp_path / "models" / "tiny")
+    if request.param == "file":
+        yield f"file://{directory}"
+        return
+    store = fsspec.filesystem("memory")
+    store.put(str(directory), "/models/tiny", recursive=True)
+    yield "memory://models/tiny"
+    store.store.clear()
+
+
+def test_a_target_at_a_url_is_known_by_content_and_fetched_as_a_directory_is(url: str, tmp_path: Path) -> None:
+    name, revision, digest = identify_target(TargetConfig(name=f"{url}/"))
+    assert (name, revision) == ("tiny", digest)
+    assert identify_target(TargetConfig(name=url, public_name="org/tiny")) == ("org/tiny", digest, digest)
+    for fetch, here, there in ((fetch_target, "a", "b"), (fetch_tokenizer, "c", "d")):
+        fetch(TargetConfig(name=url), tmp_path / there)
+        fetch(TargetConfig(name=str(tmp_path / "models" / "tiny")), tmp_path / here)
+        files = {f.name: f.read_bytes() for f in (tmp_path / there).iterdir()}
+        assert files == {f.name: f.read_bytes() for f in (tmp_path / here).iterdir()}
+        assert files
+    with fsspec.open(f"{url}/config.json", "wb") as file:
+        file.write(b'{"changed": 1}')
+    assert identify_target(TargetConfig(name=url))[2] != digest
+    with fsspec.open(f"{url}/notes.bin", "wb") as file:
+        file.write(b"not read")
+    changed = identify_target(TargetConfig(name=url))[2]
+    with fsspec.open(f"{url}/notes.bin", "wb") as file:
+        file.write(b"not read either")
+    assert identify_target(TargetConfig(name=url))[2] == changed
+
+
+def test_a_url_without_a_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for url, said in (
+        (f"file://{tmp_path}/empty", "has no config.json or no"),
+        (f"file://{tmp_path}/absent", "cannot be listed"),
+        ("nosuch://x/y", "cannot be listed"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            identify_target(TargetConfig(name=url))

@@ -122,6 +122,8 @@ def test_a_warm_start_keeps_the_drafts_vocabulary_wherever_it_lies(
     assert {name for name, (runs, _) in counts(warm).items() if runs} == {"build_vocab"} | after
     assert warm["vocab"] == first["vocab"]
     assert "vocab.size 80 is ignored: the initial draft has 64 tokens" in caplog.text
+    elsewhere = chain.run(train={"init_from": export_dir, "learning_rate": 3e-3}, vocab={"size": 80})
+    assert not any(runs for runs, _ in counts(elsewhere).values())  # the same draft by another path
     again = chain.run(train={"init_from": export_dir, "learning_rate": 4e-3}, vocab={"size": 80})
     assert {name for name, (runs, _) in counts(again).items() if runs} == after
 

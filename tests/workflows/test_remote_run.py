@@ -89,6 +89,18 @@ def test_appended_prompts_are_answered_and_extracted_in_new_shards_only(cluster:
     assert appended.tasks("OK")["fetch_target"] == 0
 
 
+def test_a_target_in_the_clusters_store_is_read_by_its_pods(cluster: Cluster, first: Run) -> None:
+    for file in cluster.target.iterdir():
+        cluster.plane.store.s3.upload_file(str(file), "flyte", f"models/tiny/{file.name}")
+    recipe = cluster.recipe(target={"name": "s3://flyte/models/tiny", "public_name": "tiny/bytes"})
+    inputs = ["until_regenerate", "--inputs-file", str(recipe)]
+    answered = succeeded(cluster.pyflyte_run(str(ROOT / "workflows/train_eagle3.py"), *inputs))
+    assert answered.tasks("OK")["fetch_target"] == 1
+    shards = answered.output("list_token_shards")["shards"]
+    assert [shard["rows"] for shard in shards] == [4, 4]
+    assert all(shard["supervised_tokens"] for shard in shards)
+
+
 def test_the_same_inputs_give_the_same_draft_here_and_in_the_cluster(
     cluster: Cluster, first: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ def fetch_target(target: TargetConfig, ref: TargetRef, target_digest: str) -> Ta
     from eagle3.target.trust import distrust
     from eagle3.target.weights import check_target_dir
 
+    store.share_credentials()
     out = store.new_dir("target")
     fetch_target(target.model_copy(update={"revision": ref.revision}), str(out))  # the commit that the digest stands for
     distrust(out)
@@ -37,6 +38,7 @@ def fetch_tokenizer(target: TargetConfig, ref: TargetRef, target_digest: str) ->
     from eagle3.target.trust import distrust
     from eagle3.target.weights import check_target_config
 
+    store.share_credentials()
     out = store.new_dir("tokenizer")
     fetch_tokenizer(target.model_copy(update={"revision": ref.revision}), str(out))
     distrust(out)

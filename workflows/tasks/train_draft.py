@@ -105,7 +105,7 @@ def train_draft_node(
         target_digest=target_digest,
         init_from=init_from,
         init_digest=init_digest,
-        train=train,
+        train=train.without_place(),
     )
     if not store.is_local():
         node.with_overrides(**trainer_overrides(resources))
