@@ -70,8 +70,8 @@ class DataResources(PodResources):
 
 
 class ResourcesConfig(StageConfig):
-    """What the pods of a run ask for. In no cache key. Node labels are not among it: they need a pod template, and so a package
-    that the images do not have."""
+    """What the pods of a run ask for. In no cache key. Node labels are not among it: at run time they need a package that the
+    images do not have, so they stand in a PodTemplate of the cluster (workflows/resources.py)."""
 
     engine: EngineResources = Field(default=EngineResources(), description="regenerate, extract and evaluate")
     trainer: TrainerResources = Field(default=TrainerResources(), description="train")

@@ -1,6 +1,6 @@
 """What passes between the stages: frozen dataclasses of files, counts and content digests.
 
-A digest is the artefact's identity in every cache key; paths never are. No unions here: flytekit corrupts them silently.
+A digest is the artefact's identity in every cache key; its path never is. No unions here: flytekit corrupts them silently.
 A named tuple is several outputs of one task: what is taken out of a dataclass can be handed to one node only, since local runs
 resolve it in place.
 """
