@@ -44,6 +44,11 @@ class PodResources(StageConfig):
     cpu: Quantity = Field(default="", description='cores, for example "8"')
     mem: Quantity = Field(default="", description='memory, for example "96Gi"')
     ephemeral_storage: Quantity = Field(default="", description='local disk, for example "400Gi"')
+    pod_template: str = Field(
+        default="",
+        pattern=r"^([a-z0-9]([-.a-z0-9]*[a-z0-9])?)?$",
+        description="name of a PodTemplate in the pods' namespace: labels of node pools, tolerations and whatever else pods need",
+    )
 
 
 class EngineResources(PodResources):
@@ -70,8 +75,7 @@ class DataResources(PodResources):
 
 
 class ResourcesConfig(StageConfig):
-    """What the pods of a run ask for. In no cache key. Node labels are not among it: at run time they need a package that the
-    images do not have, so they stand in a PodTemplate of the cluster (workflows/resources.py)."""
+    """What the pods of a run ask for. In no cache key."""
 
     engine: EngineResources = Field(default=EngineResources(), description="regenerate, extract and evaluate")
     trainer: TrainerResources = Field(default=TrainerResources(), description="train")

@@ -12,7 +12,7 @@ from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import Target, TokenShard
 from workflows.live import JobDeck
-from workflows.resources import replica_overrides
+from workflows.resources import replica_pod
 
 logger = logging.getLogger("eagle3")
 
@@ -73,16 +73,16 @@ def in_lanes(
     """One node a shard, in as many lanes as there are replicas or servers; a lane runs one after the other."""
     nodes: list[Any] = []
     num_lanes = len(fanout.server_urls) or fanout.replicas
+    pod = replica_pod(fanout, resources)
     for i, shard in enumerate(shards):
-        node = task(
+        node = pod.node(
+            task,
             shard=shard,
             shard_digest=shard.digest,
             server_url=fanout.server_urls[i % num_lanes] if fanout.server_urls else "",
             tensor_parallel_size=fanout.tensor_parallel_size,
             **inputs,
         )
-        if not store.is_local():
-            node.with_overrides(**replica_overrides(fanout, resources))
         if i >= num_lanes:
             nodes[i - num_lanes] >> node
         nodes.append(node)

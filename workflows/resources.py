@@ -7,9 +7,11 @@ What the environment said where the tasks were registered holds in their pods to
 images and secrets that the pod knows.
 """
 
+import copy
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 from flytekit import Resources, Secret
@@ -18,9 +20,9 @@ from flytekit.extras.accelerators import H200
 
 from eagle3.config import FanOutConfig
 from eagle3.resources import EngineResources, PodResources, ResourcesConfig, TrainerResources
+from workflows import store
 
-POD_TEMPLATES = {name: f"EAGLE3_{name}_POD_TEMPLATE" for name in ("DATA", "ENGINE", "TRAINER")}
-CARRIED = ("EAGLE3_REGISTRY", "EAGLE3_TAG", "EAGLE3_HF_SECRET", "EAGLE3_SERVER_SECRET", "EAGLE3_STORE", *POD_TEMPLATES.values())
+CARRIED = ("EAGLE3_REGISTRY", "EAGLE3_TAG", "EAGLE3_HF_SECRET", "EAGLE3_SERVER_SECRET", "EAGLE3_STORE")
 
 
 def carried_environment() -> dict[str, str]:
@@ -51,15 +53,6 @@ def secret(setting: str, variable: str) -> dict[str, Any]:
     return {"secret_requests": [Secret(group=group, key=key, env_var=variable, mount_requirement=how)]}
 
 
-def node_pool(group: str) -> dict[str, Any]:
-    """The PodTemplate of the cluster that a group's pods are made after, if the environment names one.
-
-    Labels of node pools, tolerations and the like stand there: at run time flytekit takes them only with a package of Kubernetes.
-    """
-    name = os.environ.get(POD_TEMPLATES[group], "")
-    return {"pod_template_name": name} if name else {}
-
-
 # For tasks that read the hub, and for those that may ask a server.
 HUB = secret("EAGLE3_HF_SECRET", "HF_TOKEN")
 SERVER = secret("EAGLE3_SERVER_SECRET", "EAGLE3_SERVER_KEY")
@@ -84,7 +77,6 @@ DATA: dict[str, Any] = {
     "limits": Resources(cpu="8", mem="32Gi", ephemeral_storage="200Gi"),
     "timeout": timedelta(hours=24),
     "interruptible": False,
-    **node_pool("DATA"),
 }
 
 # A client of somebody's engine server.
@@ -105,7 +97,6 @@ ENGINE: dict[str, Any] = {
     "accelerator": H200,
     "shared_memory": "16Gi",
     "timeout": timedelta(days=2),
-    **node_pool("ENGINE"),
 }
 TRAINER: dict[str, Any] = {
     "environment": ENVIRONMENT,
@@ -115,32 +106,61 @@ TRAINER: dict[str, Any] = {
     "shared_memory": "16Gi",
     "timeout": timedelta(days=14),
     "interruptible": False,
-    **node_pool("TRAINER"),
 }
 
 
-def replica_overrides(fanout: FanOutConfig, resources: ResourcesConfig) -> dict[str, Any]:
-    """What the node of an engine task asks for: the recipe's GPUs, as many as a split target needs, none beside a server."""
-    spot = {"interruptible": resources.engine.spot}
-    if fanout.server_urls:
-        return CLIENT | spot
-    return _gpu_pod(ENGINE, resources.engine, fanout.tensor_parallel_size) | spot
+@dataclass(frozen=True)
+class Pod:
+    """What a node's pod asks for.
+
+    overrides: for `with_overrides`. template: the PodTemplate of the cluster that it is made after, or empty.
+    """
+
+    overrides: dict[str, Any]
+    template: str
+
+    def node(self, task: Any, **inputs: Any) -> Any:
+        """A task's node in a @dynamic, on this pod; locally the task runs at once, and this is its result."""
+        if store.is_local():
+            return task(**inputs)
+        return after_template(task, self.template)(**inputs).with_overrides(**self.overrides)
 
 
-def evaluation_overrides(resources: ResourcesConfig) -> dict[str, Any]:
-    """What the node of the evaluation asks for: one engine GPU, never on spot."""
-    return _gpu_pod(ENGINE, resources.engine, 1) | {"interruptible": False}
+@cache
+def after_template(task: Any, name: str) -> Any:
+    """The task, its pods made after a PodTemplate; for a @dynamic, whose nodes bring along the tasks they were compiled from.
+
+    Labels of node pools, tolerations and the like stand in the PodTemplate. A node's own override would have to be the whole
+    pod, which Propeller takes as it stands (flyteorg/flyte 6463), and which flytekit writes with the package kubernetes only.
+    """
+    if not name:
+        return task
+    made = copy.copy(task)
+    made._metadata = replace(task.metadata, pod_template_name=name)
+    return made
 
 
-def trainer_overrides(resources: ResourcesConfig) -> dict[str, Any]:
-    """What the trainer's node asks for."""
+def replica_pod(fanout: FanOutConfig, resources: ResourcesConfig) -> Pod:
+    """An engine task's pod: the recipe's GPUs, as many as a split target needs, none beside a server."""
+    asked = resources.engine
+    quantities = CLIENT if fanout.server_urls else _gpu_pod(ENGINE, asked, fanout.tensor_parallel_size)
+    return Pod(quantities | {"interruptible": asked.spot}, "" if fanout.server_urls else asked.pod_template)
+
+
+def evaluation_pod(resources: ResourcesConfig) -> Pod:
+    """The evaluation's: one engine GPU, never on spot."""
+    return Pod(_gpu_pod(ENGINE, resources.engine, 1) | {"interruptible": False}, resources.engine.pod_template)
+
+
+def trainer_pod(resources: ResourcesConfig) -> Pod:
+    """The trainer's."""
     trainer = resources.trainer
-    return _gpu_pod(TRAINER, trainer, trainer.gpus) | {"interruptible": trainer.spot}
+    return Pod(_gpu_pod(TRAINER, trainer, trainer.gpus) | {"interruptible": trainer.spot}, trainer.pod_template)
 
 
-def data_overrides(resources: ResourcesConfig) -> dict[str, Any]:
-    """What the nodes that fetch the target and prepare the data ask for."""
-    return _sides(DATA, resources.data) | {"interruptible": resources.data.spot}
+def data_pod(resources: ResourcesConfig) -> Pod:
+    """Of what fetches the target and prepares the data."""
+    return Pod(_sides(DATA, resources.data) | {"interruptible": resources.data.spot}, resources.data.pod_template)
 
 
 def _gpu_pod(group: dict[str, Any], asked: EngineResources | TrainerResources, gpus: int) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """A recipe's resources reach the nodes that they are meant for, and nothing else."""
 
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -34,7 +33,7 @@ from workflows.interfaces import (
     TokenShard,
     TokenShards,
 )
-from workflows.resources import CLIENT, DATA, ENGINE, TRAINER, replica_overrides
+from workflows.resources import CLIENT, DATA, ENGINE, TRAINER, replica_pod
 from workflows.tasks.collect_agent_traces import collect_agent_traces
 from workflows.tasks.evaluate_draft import evaluate_draft_node
 from workflows.tasks.extract_hidden_states import extract_hidden_states
@@ -44,9 +43,16 @@ from workflows.tasks.regenerate_responses import regenerate_responses
 from workflows.tasks.train_draft import train_draft_node
 
 ASKED = ResourcesConfig(
-    engine={"accelerator": "H100", "mem": "64Gi", "spot": False},
-    trainer={"accelerator": "A100_80GB", "gpus": 4, "cpu": "48", "shared_memory": "64Gi", "spot": True},
-    data={"ephemeral_storage": "900Gi", "spot": True},
+    engine={"accelerator": "H100", "mem": "64Gi", "spot": False, "pod_template": "spot-pool"},
+    trainer={
+        "accelerator": "A100_80GB",
+        "gpus": 4,
+        "cpu": "48",
+        "shared_memory": "64Gi",
+        "spot": True,
+        "pod_template": "train-pool",
+    },
+    data={"ephemeral_storage": "900Gi", "spot": True, "pod_template": "cpu-pool"},
 )
 FILE, DIRECTORY = FlyteFile("s3://bucket/file"), FlyteDirectory("s3://bucket/dir")
 TARGET = Target("t", "r", "target", DIRECTORY, 4, 99_999, 8)
@@ -129,16 +135,29 @@ DRIVERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def nodes(driver: Any, inputs: dict[str, Any], stage: str, resources: ResourcesConfig) -> list[Any]:
-    """What a pod makes of a @dynamic: the nodes of `stage`."""
+def compiled(driver: Any, inputs: dict[str, Any], resources: ResourcesConfig) -> Any:
+    """What a pod makes of a @dynamic: nodes, and the tasks that they run."""
     ctx = FlyteContextManager.current_context()
     state = ctx.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
     images = ImageConfig(Image("default", "a", "b"), [Image("default", "a", "b")])
     settings = SerializationSettings(images, project="p", domain="d", version="v")
     driver._wf = None  # a pod compiles once, and flytekit keeps what it compiled
     with FlyteContextManager.with_context(ctx.with_execution_state(state).with_serialization_settings(settings)) as pod:
-        spec = driver.compile_into_workflow(pod, driver.task_function, **inputs, resources=resources)
-    return [node for node in spec.nodes if node.task_node and stage in node.task_node.reference_id.name.rsplit(".", 1)[-1]]
+        return driver.compile_into_workflow(pod, driver.task_function, **inputs, resources=resources)
+
+
+def nodes(driver: Any, inputs: dict[str, Any], stage: str, resources: ResourcesConfig) -> list[Any]:
+    """The nodes of `stage`."""
+    made = compiled(driver, inputs, resources).nodes
+    return [node for node in made if node.task_node and stage in node.task_node.reference_id.name.rsplit(".", 1)[-1]]
+
+
+def templates_of_pods(driver: Any, inputs: dict[str, Any], resources: ResourcesConfig) -> dict[str, str]:
+    """The PodTemplate of each task that the nodes run, by the task's name."""
+    tasks = compiled(driver, inputs, resources).tasks
+    pairs = {(task.id.name.rsplit(".", 1)[-1], task.metadata.pod_template_name or "") for task in tasks}
+    assert len(dict(pairs)) == len(pairs)  # Propeller takes the first of a name
+    return dict(pairs)
 
 
 def asked(node: Any) -> dict[str, Any]:
@@ -204,10 +223,30 @@ def test_without_resources_nodes_ask_for_what_their_tasks_do(stage: str) -> None
         assert found.get("accelerator") == (None if group is DATA else "nvidia-h200")
 
 
+@pytest.mark.parametrize("stage", EXPECTED)
+def test_pods_are_made_after_the_template_that_the_recipe_names(stage: str) -> None:
+    driver, inputs = DRIVERS[stage]
+    named = {"fetch_target": "cpu-pool", "prepare_data": "cpu-pool", "train_draft": "train-pool"}.get(stage, "spot-pool")
+    found = templates_of_pods(driver, inputs, ASKED)
+    assert found.pop(stage) == named
+    assert set(found.values()) <= {""}  # what gathers needs no pool
+    assert set(templates_of_pods(driver, inputs, ResourcesConfig()).values()) == {""}
+
+
+def test_a_map_tasks_pods_are_made_after_it_too() -> None:
+    driver, inputs = DRIVERS["extract_shard"]
+    inputs = inputs | {"fanout": FanOutConfig(min_success_ratio=0.5)}
+    found = templates_of_pods(driver, inputs, ASKED)
+    (mapped,) = {name for name in found if name.startswith("map_extract_shard")}
+    assert found[mapped] == "spot-pool"
+    assert templates_of_pods(driver, inputs, ResourcesConfig())[mapped] == ""  # the name, and so the key, is the same
+
+
 def test_clients_of_servers_ask_for_no_gpu() -> None:
-    overrides = replica_overrides(FanOutConfig(server_urls=["http://a"], tensor_parallel_size=4), ASKED)
-    assert {side.gpu for side in (overrides["requests"], overrides["limits"])} == {"0"}
-    assert overrides == CLIENT | {"interruptible": False}
+    pod = replica_pod(FanOutConfig(server_urls=["http://a"], tensor_parallel_size=4), ASKED)
+    assert {side.gpu for side in (pod.overrides["requests"], pod.overrides["limits"])} == {"0"}
+    assert pod.overrides == CLIENT | {"interruptible": False}
+    assert pod.template == ""
 
 
 def test_every_accelerator_is_known_to_flytekit_and_to_the_plan() -> None:
@@ -222,13 +261,8 @@ def test_quantities_of_kubernetes_are_taken(quantity: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"mem": 8}, {"mem": "96 GB"}, {"cpu": "-1"}, {"accelerator": "H300"}, {"node_labels": {"a": "b"}}]
+    "wrong", [{"mem": 8}, {"mem": "96 GB"}, {"cpu": "-1"}, {"accelerator": "H300"}, {"pod_template": "GPU pool"}]
 )
 def test_what_kubernetes_or_flytekit_would_refuse_is_refused_at_once(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         ResourcesConfig(engine=wrong)
-
-
-def test_the_images_lack_what_node_labels_would_need() -> None:
-    locks = Path(__file__).resolve().parents[2] / "images"
-    assert not [lock for lock in locks.glob("*.lock") if "kubernetes==" in lock.read_text()]

@@ -48,7 +48,6 @@ CARRIED = {
     "EAGLE3_HF_SECRET": "hf/token",
     "EAGLE3_SERVER_SECRET": "vllm/key",
 }
-CARRIED |= {"EAGLE3_DATA_POD_TEMPLATE": "cpu-pool", "EAGLE3_ENGINE_POD_TEMPLATE": "h200-pool"}
 READ_THE_HUB = {
     "resolve_inputs",
     "resolve_without_data",
@@ -179,18 +178,6 @@ def test_pods_know_the_registry_and_secrets_that_their_own_nodes_need(templates:
         environment = {pair.key: pair.value for pair in template.container.env}
         assert environment.items() >= CARRIED.items(), name
         assert "EAGLE3_STORE" not in environment, name  # a directory of this machine
-
-
-def test_pods_are_made_after_the_templates_that_are_named(templates: dict[str, Any]) -> None:
-    found = {name: template.metadata.pod_template_name for name, template in templates.items()}
-    assert {name for name, pool in found.items() if pool == "h200-pool"} == ON_GPU - {"train_draft"}
-    assert {name for name, pool in found.items() if pool == "cpu-pool"} >= {
-        "fetch_target",
-        "prepare_data",
-        "build_vocab",
-        "export_draft",
-    }
-    assert found["train_draft"] == found["resolve_inputs"] == ""
 
 
 def test_only_tasks_that_need_a_secret_get_it(templates: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import DraftExport, EvaluationReport, Target, TokenShard
 from workflows.live import JobDeck
-from workflows.resources import DYNAMIC, ENGINE, evaluation_overrides
+from workflows.resources import DYNAMIC, ENGINE, evaluation_pod
 from workflows.stage import stage
 
 
@@ -77,7 +77,8 @@ def evaluate_draft_node(
     resources: ResourcesConfig,
 ) -> EvaluationReport:
     """evaluate_draft on the pod that the recipe asks for."""
-    node: Any = evaluate_draft(
+    node = evaluation_pod(resources).node(
+        evaluate_draft,
         draft=draft,
         draft_digest=draft_digest,
         heldout=heldout,
@@ -87,6 +88,4 @@ def evaluate_draft_node(
         engine=engine,
         evaluate=evaluate,
     )
-    if not store.is_local():
-        node.with_overrides(**evaluation_overrides(resources))
     return cast(EvaluationReport, node)

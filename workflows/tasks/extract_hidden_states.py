@@ -14,7 +14,7 @@ from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
 from workflows.live import JobDeck
-from workflows.resources import DYNAMIC, ENGINE, LIGHT, SERVER, replica_overrides
+from workflows.resources import DYNAMIC, ENGINE, LIGHT, SERVER, Pod, after_template, replica_pod
 from workflows.stage import stage
 
 logger = logging.getLogger("eagle3")
@@ -134,37 +134,35 @@ def extract_hidden_states(
         "extract": extract,
         "tensor_parallel_size": fanout.tensor_parallel_size,
     }
-    overrides = replica_overrides(fanout, resources)
+    pod = replica_pod(fanout, resources)
     lanes: list[Any] = []
     for i in range(num_lanes):
         common["server_url"] = fanout.server_urls[i] if fanout.server_urls else ""
         lane = shards.shards[i::num_lanes]
         if fanout.min_success_ratio == 1:
-            lanes.append(_strict_lane(lane, common, overrides))
+            lanes.append(_strict_lane(lane, common, pod))
         elif store.is_local():
             lanes.append([_local_attempt(shard, common) for shard in lane])
         else:
-            lanes.append(_tolerant_lane(lane, common, overrides))
+            lanes.append(_tolerant_lane(lane, common, pod))
     return cast(HiddenStateShards, gather_hidden_states(shards=shards, lanes=lanes, fanout=fanout))
 
 
-def _strict_lane(lane: list[TokenShard], common: dict[str, Any], overrides: dict[str, Any]) -> list[Any]:
+def _strict_lane(lane: list[TokenShard], common: dict[str, Any], pod: Pod) -> list[Any]:
     """One node a shard, one after the other."""
     nodes: list[Any] = []
     for shard in lane:
-        node = extract_shard(shard=shard, shard_digest=shard.digest, **common)
-        if not store.is_local():
-            node.with_overrides(**overrides)
+        node = pod.node(extract_shard, shard=shard, shard_digest=shard.digest, **common)
         if nodes:
             nodes[-1] >> node
         nodes.append(node)
     return nodes
 
 
-def _tolerant_lane(lane: list[TokenShard], common: dict[str, Any], overrides: dict[str, Any]) -> Any:
+def _tolerant_lane(lane: list[TokenShard], common: dict[str, Any], pod: Pod) -> Any:
     """One map node, which a failed shard does not fail."""
-    run_lane = map_task(functools.partial(extract_shard, **common), **LANE)
-    return run_lane(shard=lane, shard_digest=[shard.digest for shard in lane]).with_overrides(**overrides)
+    run_lane = map_task(functools.partial(after_template(extract_shard, pod.template), **common), **LANE)
+    return run_lane(shard=lane, shard_digest=[shard.digest for shard in lane]).with_overrides(**pod.overrides)
 
 
 def _local_attempt(shard: TokenShard, common: dict[str, Any]) -> Any:

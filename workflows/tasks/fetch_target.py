@@ -12,7 +12,7 @@ from eagle3.config import TargetConfig
 from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import Target, TargetRef
-from workflows.resources import DATA, DYNAMIC, HUB, LIGHT, data_overrides
+from workflows.resources import DATA, DYNAMIC, HUB, LIGHT, data_pod
 from workflows.stage import stage
 
 
@@ -62,7 +62,4 @@ def _as_target(ref: TargetRef, target_digest: str, directory: Path, config: dict
 @dynamic(container_image=images.CPU, **DYNAMIC)
 def fetch_target_node(target: TargetConfig, ref: TargetRef, target_digest: str, resources: ResourcesConfig) -> Target:
     """fetch_target on the pod that the recipe asks for."""
-    node: Any = fetch_target(target=target, ref=ref, target_digest=target_digest)
-    if not store.is_local():
-        node.with_overrides(**data_overrides(resources))
-    return cast(Target, node)
+    return cast(Target, data_pod(resources).node(fetch_target, target=target, ref=ref, target_digest=target_digest))

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from flytekit import Cache, Deck, dynamic, task
 from flytekit.types.directory import FlyteDirectory
@@ -13,7 +13,7 @@ from eagle3.config import DataConfig, SourceConfig, VocabConfig
 from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
-from workflows.resources import DATA, DYNAMIC, HUB, LIGHT, data_overrides
+from workflows.resources import DATA, DYNAMIC, HUB, LIGHT, data_pod
 from workflows.stage import stage
 from workflows.summary import data_text, place_of, run_dir, write_data_report
 from workflows.tasks.describe_rows import describe_rows
@@ -94,7 +94,8 @@ def prepare_data_node(
     resources: ResourcesConfig,
 ) -> PreparedData:
     """prepare_data on the pod that the recipe asks for."""
-    node: Any = prepare_data(
+    node = data_pod(resources).node(
+        prepare_data,
         prompts=prompts,
         prompts_digest=prompts_digest,
         source_versions=source_versions,
@@ -105,8 +106,6 @@ def prepare_data_node(
         data=data,
         regenerate=regenerate,
     )
-    if not store.is_local():
-        node.with_overrides(**data_overrides(resources))
     return cast(PreparedData, node)
 
 

@@ -3,7 +3,7 @@
 import json
 import tempfile
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from flytekit import Cache, dynamic, task
 from flytekit.types.directory import FlyteDirectory
@@ -14,7 +14,7 @@ from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import DraftCheckpoint, DraftVocab, HiddenStateShards, Target
 from workflows.live import AttemptCheckpoint, TrainingDeck
-from workflows.resources import DYNAMIC, HUB, TRAINER, trainer_overrides
+from workflows.resources import DYNAMIC, HUB, TRAINER, trainer_pod
 from workflows.stage import stage
 
 CACHE = Cache(version="2", ignored_inputs=("states", "vocab", "target", "init_from"))
@@ -96,7 +96,8 @@ def train_draft_node(
     resources: ResourcesConfig,
 ) -> DraftCheckpoint:
     """train_draft on the pod that the recipe asks for."""
-    node: Any = train_draft(
+    node = trainer_pod(resources).node(
+        train_draft,
         states=states,
         states_digest=states_digest,
         vocab=vocab,
@@ -107,6 +108,4 @@ def train_draft_node(
         init_digest=init_digest,
         train=train.without_place(),
     )
-    if not store.is_local():
-        node.with_overrides(**trainer_overrides(resources))
     return cast(DraftCheckpoint, node)
