@@ -139,6 +139,10 @@ class RegenerateConfig(StageConfig):
             self.max_new_tokens if own.max_new_tokens is None else own.max_new_tokens,
         )
 
+    def for_sources(self, names: list[str]) -> "RegenerateConfig":
+        """The same, without the sampling of other sources: what decides the answers of a shard is in its key, and no more."""
+        return self.model_copy(update={"sources": {name: own for name, own in self.sources.items() if name in names}})
+
     @property
     def longest_answer(self) -> int:
         """The largest max_new_tokens of all sources."""

@@ -39,12 +39,13 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class TokenShardSummary:
-    """Counts and content digest of a token shard."""
+    """Counts, content digest and source names (sorted) of a token shard."""
 
     rows: int
     tokens: int
     supervised_tokens: int
     digest: str
+    sources: list[str]
 
 
 def digest_of(*parts: str | bytes) -> str:
@@ -64,13 +65,14 @@ def row_digest(row: TokenRow) -> str:
 
 
 def summarise_rows(rows: Iterable[TokenRow]) -> TokenShardSummary:
-    """Count rows and hash them in order."""
-    digests, tokens, supervised = [], 0, 0
+    """Count rows, hash them in order, and name their sources."""
+    digests, sources, tokens, supervised = [], set(), 0, 0
     for row in rows:
         digests.append(row_digest(row))
+        sources.add(row.source)
         tokens += len(row.token_ids)
         supervised += sum(row.loss_mask)
-    return TokenShardSummary(len(digests), tokens, supervised, digest_of(*digests))
+    return TokenShardSummary(len(digests), tokens, supervised, digest_of(*digests), sorted(sources))
 
 
 def write_token_shard(path: str | Path, rows: list[TokenRow]) -> TokenShardSummary:

@@ -77,6 +77,10 @@ def test_a_source_is_sampled_by_its_own_settings_where_it_has_some() -> None:
     assert cfg.sampling("tasks") == (0.0, 1.0, 40)
     assert cfg.sampling("long") == (0.7, 0.5, 90)
     assert cfg.sampling("others") == (0.7, 1.0, 40)
+    for names in (["tasks"], ["long", "others"], []):
+        kept = cfg.for_sources(names)
+        assert kept.sources.keys() == cfg.sources.keys() & set(names)
+        assert [kept.sampling(name) for name in names] == [cfg.sampling(name) for name in names]
     with pytest.raises(ValueError, match="regenerate.max_new_tokens must not exceed engine.max_model_len 100, got 150"):
         check_lengths(DataConfig(max_prompt_tokens=60, max_tokens=100), ENGINE, cfg, EvaluateConfig(max_new_tokens=8))
     check_sampled_sources(cfg, ["train", "tasks", "long"])

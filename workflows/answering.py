@@ -68,7 +68,12 @@ def answering_key(cache: Cache, shard_digest: str, target_digest: str, engine: E
 
 
 def in_lanes(
-    shards: list[TokenShard], task: Callable[..., Any], fanout: FanOutConfig, resources: ResourcesConfig, **inputs: Any
+    shards: list[TokenShard],
+    task: Callable[..., Any],
+    regenerate: RegenerateConfig,
+    fanout: FanOutConfig,
+    resources: ResourcesConfig,
+    **inputs: Any,
 ) -> list[Any]:
     """One node a shard, in as many lanes as there are replicas or servers; a lane runs one after the other."""
     nodes: list[Any] = []
@@ -79,6 +84,7 @@ def in_lanes(
             task,
             shard=shard,
             shard_digest=shard.digest,
+            regenerate=regenerate.for_sources(shard.sources),
             server_url=fanout.server_urls[i % num_lanes] if fanout.server_urls else "",
             tensor_parallel_size=fanout.tensor_parallel_size,
             **inputs,

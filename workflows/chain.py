@@ -4,9 +4,8 @@
     collect_agent_traces -> build_vocab           -> train_draft -> export_draft -> evaluate_draft -> summarize_run
                          \\> extract_hidden_states /
 
-Every stage is cached by the content of what it reads (`*_digest`) and its own settings; replicas and the places of artefacts are
-in no key. (`data.sources` name places: a moved source is prepared again, and nothing behind that.) So a workflow that stops
-early, or starts from what exists, shares its entries with all others.
+Every stage is cached by the content of what it reads (`*_digest`, `source_versions`) and its own settings; replicas and places
+are in no key. So a workflow that stops early, or starts from what exists, shares its entries with all others.
 """
 
 from dataclasses import dataclass

@@ -61,7 +61,8 @@ class Target:
 
 @dataclass(frozen=True)
 class TokenShard:
-    """One Parquet file of conversations (eagle3/shards.py). accounts: what became of its prompts, once they are answered."""
+    """One Parquet file of conversations (eagle3/shards.py). sources: the names in its rows. accounts: what became of its prompts,
+    once they are answered."""
 
     index: int
     file: FlyteFile
@@ -69,6 +70,7 @@ class TokenShard:
     tokens: int
     supervised_tokens: int
     digest: str
+    sources: list[str] = field(default_factory=list)
     accounts: dict[str, int] = field(default_factory=dict)
 
 

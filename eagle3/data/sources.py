@@ -13,7 +13,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from eagle3.config import SourceConfig
+from eagle3.config import DataConfig, SourceConfig
 from eagle3.data.files import Record, file_format, read_file
 from eagle3.data.presets import PRESETS
 from eagle3.remote import file_version
@@ -34,6 +34,19 @@ def source_name(source: SourceConfig) -> str:
     """What rows and report call a source; free of directories, so that digests do not depend on them."""
     path = source_path(source)
     return source.name or (path if hub_parts(path) else path.rstrip("/").rpartition("/")[2])
+
+
+def without_places(data: DataConfig) -> DataConfig:
+    """The settings that decide what is made of the sources: where they lie, and how many processes read them, does not.
+
+    What is read stands in keys as the sources' versions.
+    """
+
+    def without_place(source: SourceConfig) -> SourceConfig:
+        return source.model_copy(update={"path": source_name(source), "name": source_name(source), "revision": ""})
+
+    sources, excluded = (list(map(without_place, found)) for found in (data.sources, data.excluded))
+    return data.model_copy(update={"sources": sources, "excluded": excluded, "workers": 0})
 
 
 def hub_parts(path: str) -> tuple[str, str, str] | None:

@@ -78,6 +78,8 @@ def test_chats_and_tool_tasks_are_played_each_by_its_stage_and_trained_together(
     appended = counts(agents.run(num_tasks=4))
     assert (appended["regenerate_responses"], appended["collect_agent_traces"]) == ((0, 2), (1, 0))
     assert appended["extract_hidden_states"] == (1, 2)
+    other = counts(agents.run(num_tasks=4, sources={"tasks": {"temperature": 0.0, "max_new_tokens": 6}}))
+    assert (other["regenerate_responses"], other["collect_agent_traces"]) == ((0, 2), (1, 0))
 
 
 @pytest.mark.slow

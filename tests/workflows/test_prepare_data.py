@@ -62,6 +62,18 @@ def test_only_a_change_of_content_prepares_again(run: Any, tmp_path: Path) -> No
     assert runs_and_hits() == (1, 0)
 
 
+def test_a_moved_source_is_not_prepared_again(run: Any, tmp_path: Path) -> None:
+    one, two = write_prompts(tmp_path / "one.jsonl", 30, 34), write_prompts(tmp_path / "two.jsonl", 34, 36)
+    excluded = [{"path": str(two)}]
+    assert run([{"path": str(one), "name": "x"}], excluded=excluded, workers=1).exit_code == 0
+    (tmp_path / "elsewhere").mkdir()
+    moved = one.rename(tmp_path / "elsewhere" / "one.jsonl")
+    assert run([{"path": str(moved), "name": "x"}], excluded=excluded, workers=2).exit_code == 0
+    assert runs_and_hits() == (0, 1)
+    assert run([{"path": str(moved), "name": "y"}], excluded=excluded).exit_code == 0
+    assert runs_and_hits() == (1, 0)  # the name is in the rows
+
+
 def test_where_all_rows_wait_no_coverage_is_shown(run: Any, workplace: Path, tmp_path: Path) -> None:
     result = run([], write_prompts(tmp_path / "prompts.jsonl", 20, 24))
     assert result.exit_code == 0, (result.output, result.exception)

@@ -32,6 +32,7 @@ from workflows.tasks.regenerate_responses import regenerate_shard
 from workflows.tasks.train_draft import train_draft
 
 if TYPE_CHECKING:
+    from eagle3.config import RegenerateConfig
     from eagle3.plan import RunSettings
 
 T = TypeVar("T")
@@ -40,6 +41,8 @@ STAGES = ("prepare", "regenerate", "vocab", "extract", "train", "export", "evalu
 
 def cached_stages(found: ResolvedInputs, cfg: "RunSettings") -> dict[str, str]:
     """What is there of each stage, as text."""
+    from eagle3.data.sources import without_places
+
     state = dict.fromkeys(STAGES, "unknown before what it reads is made")
     prepared = cached_output(
         prepare_data,
@@ -48,7 +51,7 @@ def cached_stages(found: ResolvedInputs, cfg: "RunSettings") -> dict[str, str]:
         source_versions=found.source_versions,
         heldout_digest=found.heldout_digest,
         target_digest=found.target.digest,
-        data=cfg.data,
+        data=without_places(cfg.data),
         regenerate=found.regenerate,
     )
     state["prepare"] = _word(prepared)
@@ -57,9 +60,9 @@ def cached_stages(found: ResolvedInputs, cfg: "RunSettings") -> dict[str, str]:
     shards = waiting = [*prepared.shards, *prepared.tool_tasks]
     state["regenerate"] = "not enabled"
     if cfg.regenerate.enabled:
-        keyed = {"target_digest": found.target.digest, "engine": cfg.engine, "regenerate": cfg.regenerate}
-        shards = _cached_shards(regenerate_shard, TokenShard, prepared.shards, keyed)
-        shards += _cached_shards(collect_shard, TokenShard, prepared.tool_tasks, keyed)
+        keyed = {"target_digest": found.target.digest, "engine": cfg.engine}
+        shards = _answered_shards(regenerate_shard, prepared.shards, keyed, cfg.regenerate)
+        shards += _answered_shards(collect_shard, prepared.tool_tasks, keyed, cfg.regenerate)
         state["regenerate"] = f"{len(shards)} of {len(waiting)} shards"
     if len(shards) == len(waiting):
         _add_states_and_vocab(found, cfg, prepared, shards, state)
@@ -147,6 +150,14 @@ def cached_output(task: Any, kind: type[T], **keyed: Any) -> T | None:
 
 def _packed(text: str) -> Literal:
     return Literal(scalar=Scalar(binary=Binary(value=msgpack.dumps(text), tag="msgpack")))
+
+
+def _answered_shards(
+    task: Any, shards: list[TokenShard], keyed: dict[str, Any], regenerate: "RegenerateConfig"
+) -> list[TokenShard]:
+    """The shards of an answering task, each by the sampling of its own sources."""
+    keys = [keyed | {"regenerate": regenerate.for_sources(shard.sources)} for shard in shards]
+    return [made for shard, key in zip(shards, keys, strict=True) for made in _cached_shards(task, TokenShard, [shard], key)]
 
 
 def _cached_shards(task: Any, kind: type[T], shards: list[TokenShard], keyed: dict[str, Any]) -> list[T]:

@@ -14,7 +14,7 @@ from workflows.stage import stage
 from workflows.tasks.gather_token_shards import gather_token_shards
 
 NAME = "collect_agent_traces"
-CACHE = Cache(version="1", ignored_inputs=("shard", "target", "server_url", "tensor_parallel_size"))
+CACHE = Cache(version="2", ignored_inputs=("shard", "target", "server_url", "tensor_parallel_size"))
 
 
 @task(
@@ -47,6 +47,6 @@ def collect_agent_traces(
     resources: ResourcesConfig,
 ) -> TokenShards:
     """Let the target play every tool task, `fanout.replicas` shards at a time; returns the shards of chats and, behind, these."""
-    inputs = {"target": target, "target_digest": target.digest, "engine": engine, "regenerate": regenerate}
-    traces = in_lanes(data.tool_tasks, collect_shard, fanout, resources, **inputs)
+    inputs = {"target": target, "target_digest": target.digest, "engine": engine}
+    traces = in_lanes(data.tool_tasks, collect_shard, regenerate, fanout, resources, **inputs)
     return cast(TokenShards, gather_token_shards(stage=NAME, before=chats.shards, shards=traces))

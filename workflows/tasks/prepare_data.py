@@ -1,6 +1,7 @@
 """prepare: source rows to token shards."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
@@ -21,7 +22,7 @@ from workflows.tasks.describe_rows import describe_rows
 
 @task(
     container_image=images.CPU,
-    cache=Cache(version="4", ignored_inputs=("prompts", "heldout", "target")),
+    cache=Cache(version="5", ignored_inputs=("prompts", "heldout", "target", "given")),
     retries=2,
     enable_deck=True,
     deck_fields=(),
@@ -37,12 +38,14 @@ def prepare_data(
     heldout_digest: str,
     target: Target,
     target_digest: str,
+    given: DataConfig,
     data: DataConfig,
     regenerate: bool,
 ) -> PreparedData:
     """Tokenize all rows; with `regenerate` they are prompts that wait for the target, else their own answers are trained on.
 
-    `source_versions` are those of data.sources and data.excluded, in order: what is read, and part of the cache key.
+    `given` says where the sources lie; in the cache key stand `data`, the same without the places, and `source_versions`, those
+    of given.sources and given.excluded in order.
     """
     from eagle3.data.prepare import PreparedFile, prepare_shards
     from eagle3.data.report import render_report
@@ -50,17 +53,16 @@ def prepare_data(
 
     store.share_credentials()
     out = store.new_dir("prepare_data")
-    pinned = pin_sources([*data.sources, *data.excluded], source_versions)
-    sources, excluded = pinned[: len(data.sources)], pinned[len(data.sources) :]
+    pinned = pin_sources([*given.sources, *given.excluded], source_versions)
+    sources, excluded = pinned[: len(given.sources)], pinned[len(given.sources) :]
     if prompts:
         sources = [SourceConfig(path=prompts.download(), name="train"), *sources]
     heldout_source = SourceConfig(path=heldout.download(), name="heldout")
-    cfg = data.model_copy(update={"sources": sources, "excluded": excluded})
+    cfg = given.model_copy(update={"sources": sources, "excluded": excluded})
     files = prepare_shards(heldout_source, target.directory.download(), cfg, regenerate, str(out))
 
     def shard(index: int, file: PreparedFile) -> TokenShard:
-        counts = file.summary
-        return TokenShard(index, FlyteFile(str(file.path)), counts.rows, counts.tokens, counts.supervised_tokens, counts.digest)
+        return TokenShard(index, FlyteFile(str(file.path)), **asdict(file.summary))
 
     shards, tool_tasks = ([shard(i, file) for i, file in enumerate(made)] for made in (files.shards, files.tool_tasks))
     report = out / "report.json"
@@ -94,6 +96,8 @@ def prepare_data_node(
     resources: ResourcesConfig,
 ) -> PreparedData:
     """prepare_data on the pod that the recipe asks for."""
+    from eagle3.data.sources import without_places
+
     node = data_pod(resources).node(
         prepare_data,
         prompts=prompts,
@@ -103,7 +107,8 @@ def prepare_data_node(
         heldout_digest=heldout_digest,
         target=target,
         target_digest=target_digest,
-        data=data,
+        given=data,
+        data=without_places(data),
         regenerate=regenerate,
     )
     return cast(PreparedData, node)

@@ -1,5 +1,7 @@
 """prepare, where the shards exist already: the held-out prompts alone."""
 
+from dataclasses import asdict
+
 from flytekit import Cache, task
 from flytekit.types.file import FlyteFile
 
@@ -11,7 +13,7 @@ from workflows.resources import DATA
 from workflows.stage import stage
 
 
-@task(container_image=images.CPU, cache=Cache(version="1", ignored_inputs=("heldout", "target")), **DATA)
+@task(container_image=images.CPU, cache=Cache(version="2", ignored_inputs=("heldout", "target")), **DATA)
 @stage
 def prepare_heldout(heldout: FlyteFile, heldout_digest: str, target: Target, target_digest: str, data: DataConfig) -> TokenShard:
     from eagle3.data.prepare import prepare_heldout
@@ -19,5 +21,4 @@ def prepare_heldout(heldout: FlyteFile, heldout_digest: str, target: Target, tar
     out = store.new_dir("prepare_heldout")
     source = SourceConfig(path=heldout.download(), name="heldout")
     made = prepare_heldout(source, target.directory.download(), data, out)
-    counts = made.summary
-    return TokenShard(0, FlyteFile(str(made.path)), counts.rows, counts.tokens, counts.supervised_tokens, counts.digest)
+    return TokenShard(0, FlyteFile(str(made.path)), **asdict(made.summary))

@@ -17,7 +17,7 @@ from workflows.stage import stage
 from workflows.tasks.gather_token_shards import gather_token_shards
 
 NAME = "regenerate_responses"
-CACHE = Cache(version="2", ignored_inputs=("shard", "target", "server_url", "tensor_parallel_size"))
+CACHE = Cache(version="3", ignored_inputs=("shard", "target", "server_url", "tensor_parallel_size"))
 
 
 @task(
@@ -82,6 +82,6 @@ def regenerate_responses(
         )
     if not regenerate.enabled:
         return cast(TokenShards, gather_token_shards(stage=NAME, before=data.shards, shards=[]))
-    inputs = {"target": target, "target_digest": target.digest, "engine": engine, "regenerate": regenerate}
-    answered = in_lanes(data.shards, regenerate_shard, fanout, resources, **inputs)
+    inputs = {"target": target, "target_digest": target.digest, "engine": engine}
+    answered = in_lanes(data.shards, regenerate_shard, regenerate, fanout, resources, **inputs)
     return cast(TokenShards, gather_token_shards(stage=NAME, before=[], shards=answered))

@@ -4,6 +4,7 @@ Never cached: a file may have changed since the last run. What follows is cached
 """
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from flytekit import task
@@ -42,10 +43,7 @@ def take_token_shards(places: list[str], heldout: TokenShard, target: Target, re
     waiting = [shard.place for shard in found if shard.waits]
     if waiting and not regenerate.enabled:
         raise ValueError(f"{waiting[0]}: rows wait for the target's answers; set regenerate.enabled to true")
-    shards = [
-        TokenShard(i, FlyteFile(s.place), s.summary.rows, s.summary.tokens, s.summary.supervised_tokens, s.summary.digest)
-        for i, s in enumerate(found)
-    ]
+    shards = [TokenShard(i, FlyteFile(shard.place), **asdict(shard.summary)) for i, shard in enumerate(found)]
     pairs = list(zip(shards, found, strict=True))
     answered = [shard for shard, seen in pairs if not seen.waits]
     chats = [shard for shard, seen in pairs if seen.waits and not seen.is_tool_tasks]
@@ -81,8 +79,7 @@ def take_hidden_states(places: list[str], heldout: TokenShard, target: Target, e
             HiddenStateShard(i, directory, size_bytes=said["bytes"], layer_ids=layer_ids, digest=said["digest"], **counts)
         )
         path = out / f"shard-{i:05d}.parquet"
-        made = write_token_shard(path, found.rows)
-        rows.append(TokenShard(i, FlyteFile(str(path)), made.rows, made.tokens, made.supervised_tokens, made.digest))
+        rows.append(TokenShard(i, FlyteFile(str(path)), **asdict(write_token_shard(path, found.rows))))
     digest = store.digest_of_digests(shard.digest for shard in states)
     return GivenHiddenStates(
         states=HiddenStateShards(states, layer_ids, digest),
