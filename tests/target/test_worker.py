@@ -221,6 +221,22 @@ def test_a_killed_engine_is_reported_with_a_remedy_and_the_next_call_starts_anot
     assert len(answer(path).answers) == 9
 
 
+def test_an_interrupt_ends_a_long_job_at_once_and_the_next_call_works(target: tuple[Path, PreTrainedModel]) -> None:
+    path, _ = target
+    answer(path)
+    pids = [engine_pid(), target_engine._worker.process.pid]  # type: ignore[union-attr]
+    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):  # a job of minutes
+        generate(path, [[1]] * 20_000, ENGINE, temperature=0.0, top_p=1.0, max_new_tokens=60, seed=0)
+    took = time.monotonic() - began
+    timer.join()
+    assert 2.0 <= took < 7.0  # end() waits ten seconds for a job that does not end
+    assert not any(is_running(str(pid)) for pid in pids)
+    assert len(answer(path).answers) == 9
+
+
 def test_the_worker_ends_when_its_parent_is_killed(target: tuple[Path, PreTrainedModel]) -> None:
     path, _ = target
     script = (
