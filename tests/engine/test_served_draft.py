@@ -38,7 +38,25 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 def test_the_engine_proposes_and_counts_what_the_reference_does(
     tmp_path: Path, model_type: str, draft_vocab_size: int, layer: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    target = tiny_target(model_type, VOCAB, num_attention_heads=2, num_key_value_heads=1, head_dim=32, eos_token_id=END).float()
+    serve_and_compare(tmp_path, model_type, draft_vocab_size, layer, changes)
+
+
+def test_a_target_split_over_two_ranks_serves_the_same(tmp_path: Path) -> None:
+    layer = {"intermediate_size": 80}  # halves must be whole
+    serve_and_compare(tmp_path, "llama", 5, layer, {}, {"tensor_parallel_size": 2}, **layer)
+
+
+def serve_and_compare(
+    tmp_path: Path,
+    model_type: str,
+    draft_vocab_size: int,
+    layer: dict[str, Any],
+    changes: dict[str, Any],
+    how: dict[str, Any] | None = None,
+    **target_sizes: int,
+) -> None:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    target = tiny_target(model_type, VOCAB, eos_token_id=END, **heads, **target_sizes).float()
     target.save_pretrained(tmp_path / "target")
     sizes = {"vocab_size": VOCAB, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     config = draft_config(layer_config(model_type, **sizes, **layer), draft_vocab_size=draft_vocab_size, **changes)
@@ -61,6 +79,7 @@ def test_the_engine_proposes_and_counts_what_the_reference_does(
         seed=0,
         draft_dir=tmp_path / "export",
         num_speculative_tokens=K,
+        **(how or {}),
     )
     draft = ReferenceDraft.load(tmp_path / "export", target.get_input_embeddings().weight.detach(), torch.float32)
     rounds, accepted = 0, [0] * K
