@@ -4,10 +4,12 @@ A stage's settings are part of its cache key, those included that only change ho
 run on every Flyte hop: they are cheap and touch no file.
 """
 
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+# Of a wrong value, characters.
+MAX_SHOWN = 100
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -15,6 +17,29 @@ class StageConfig(BaseModel):
     """Base of all stage settings: immutable, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def model_validate_json(cls, *args: Any, **kwargs: Any) -> Self:
+        """As pydantic's, but what is wrong in a recipe is said by its keys: `pyflyte run` reads blocks by this, and ends with it.
+
+        Raises:
+            ValueError: each fault with its key, what must hold and what came.
+        """
+        try:
+            return super().model_validate_json(*args, **kwargs)
+        except ValidationError as e:
+            block = cls.__name__.removesuffix("Config").lower()
+            raise ValueError("; ".join(_fault(block, error) for error in e.errors())) from None
+
+
+def _fault(block: str, error: Any) -> str:
+    """One error of pydantic in a line. Our own validators say themselves what came, those of whole blocks the keys too."""
+    key = ".".join((block, *map(str, error["loc"])))
+    if error["type"] == "value_error":
+        return f"{key}: {error['ctx']['error']}" if error["loc"] else str(error["ctx"]["error"])
+    must = "no such setting, correct or remove it" if error["type"] == "extra_forbidden" else error["msg"]
+    came = repr(error["input"])
+    return f"{key}: {must}, got {came if len(came) <= MAX_SHOWN else came[:MAX_SHOWN] + '…'}"
 
 
 class TargetConfig(StageConfig):

@@ -4,15 +4,26 @@ Nothing here decides a result, so none of it is in a cache key.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, ValidationInfo
 
 from eagle3.config import StageConfig
 
 # Names as in flytekit.extras.accelerators.
 AcceleratorName = Literal["H200", "H100", "A100", "A100_80GB", "RTX_PRO_6000", "L40S", "L4", "A10G", "V100", "T4"]
-Quantity = Annotated[str, Field(pattern=r"^(\d+(\.\d+)?(m|[KMGT]i?)?)?$")]
+
+
+def _as_quantity(value: Any, info: ValidationInfo) -> Any:
+    """A number as Kubernetes' manifests take it too: of cores. Of bytes a number without a unit is a mistake."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if info.field_name != "cpu":
+        raise ValueError(f'a quantity of bytes must have a unit, got {value}; write "{value}Gi"')
+    return f"{value:.0f}" if float(value).is_integer() else str(value)
+
+
+Quantity = Annotated[str, BeforeValidator(_as_quantity), Field(pattern=r"^(\d+(\.\d+)?(m|[KMGT]i?)?)?$")]
 
 
 @dataclass(frozen=True)

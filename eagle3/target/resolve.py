@@ -1,5 +1,6 @@
 """Which model a name means: a hub id, a directory here or at a URL, or a GGUF file, identified and fetched into one directory."""
 
+import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -8,12 +9,13 @@ from fnmatch import fnmatch
 from functools import cache
 from hashlib import file_digest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import fsspec
 
 from eagle3.config import TargetConfig
-from eagle3.remote import fetch_file, file_version, is_remote
+from eagle3.remote import fetch_file, file_version, is_remote, read_bytes
 from eagle3.shards import digest_of
 from eagle3.target.chat_template import put_chat_template, read_chat_template
 from eagle3.target.hub import download_from_hub, hub_commit
@@ -87,6 +89,32 @@ def _identify_model(cfg: TargetConfig) -> tuple[str, str, str]:
     names = ["gguf"] if kind == "gguf" else [f.name for f in files]  # a renamed GGUF file is the same model
     digest = digest_of(*(part for name, f in zip(names, files, strict=True) for part in (name, _file_digest(f))))
     return cfg.public_name or path.name.removesuffix(".gguf"), digest, digest
+
+
+def read_config(cfg: TargetConfig) -> dict[str, Any]:
+    """Read a target's config.json alone, by which settings are refused before its weights are fetched.
+
+    Returns:
+        Nothing for a GGUF file: its metadata take seconds to read, and the target lies on this machine.
+
+    Raises:
+        ValueError: if there is none; names the target and the remedy.
+        ConnectionError: where another try may help.
+    """
+    kind = target_kind(cfg.name)
+    if kind == "gguf":
+        return {}
+    with TemporaryDirectory() as directory:
+        place = cfg.name.rstrip("/") if kind == "url" else str(Path(cfg.name).expanduser())
+        if kind == "hub":
+            place = directory
+            download_from_hub("target", cfg.name, cfg.revision, directory, ["config.json"])
+        text = read_bytes(f"{place}/config.json")
+    try:
+        config: dict[str, Any] = json.loads(text or b"")
+    except ValueError as e:
+        raise ValueError(f"target {cfg.name} has no readable config.json ({e}); give one that save_pretrained wrote") from e
+    return config
 
 
 def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:

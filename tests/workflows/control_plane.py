@@ -175,7 +175,7 @@ def store_new(entities: dict[Key, Any], identifier: Id, entity: Any, context: Co
 
 
 class DataProxy(dataproxy_pb2_grpc.DataProxyServiceServicer):  # type: ignore[misc]
-    """Where pyflyte uploads code and input files."""
+    """Where pyflyte uploads code and input files, and asks for outputs."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
@@ -186,6 +186,15 @@ class DataProxy(dataproxy_pb2_grpc.DataProxyServiceServicer):  # type: ignore[mi
         md5 = base64.b64encode(request.content_md5).decode()
         url = self.store.s3.generate_presigned_url("put_object", Params={"Bucket": BUCKET, "Key": key, "ContentMD5": md5})
         return dataproxy_pb2.CreateUploadLocationResponse(signed_url=url, native_url=f"s3://{BUCKET}/{key}", expires_at=now())
+
+    def GetData(self, request: Any, context: Context) -> Any:
+        """One output of a node that ran, by flyte://v1/<project>/<domain>/<execution>/<node>/o/<output>."""
+        execution, node, _, output = request.flyte_url.split("/")[-4:]
+        keys = [key for key in self.store.keys(f"metadata/{execution}/{node}/data/") if key.endswith("/outputs.pb")]
+        made = self.store.read_message(keys[-1], literals_pb2.LiteralMap) if keys else None
+        if made is None or output not in made.literals:
+            miss(context, f"nothing is at {request.flyte_url}")
+        return dataproxy_pb2.GetDataResponse(literal=made.literals[output])
 
 
 class ControlPlane:

@@ -1,14 +1,21 @@
-"""What a run says of itself: settings without secrets, versions, the line on the target's answers."""
+"""What a run says of itself: settings without secrets, versions, the line on the target's answers, the lines that serve."""
 
+import os
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 from flyte_runs import pod
+from flytekit.types.directory import FlyteDirectory
 
-from eagle3.config import DataConfig, FanOutConfig, SourceConfig, VocabConfig
+from eagle3.config import DataConfig, EngineConfig, EvaluateConfig, FanOutConfig, SourceConfig, TargetConfig, VocabConfig
 from eagle3.data.report import answer_figures
 from workflows import summary
+from workflows.interfaces import Target
+from workflows.tasks.summarize_run import hub_target
 
 
 def test_settings_are_the_recipes_blocks_with_their_defaults() -> None:
@@ -53,3 +60,63 @@ def test_a_place_is_a_path_here_and_a_name_in_the_output_of_a_pod(tmp_path: Path
     assert summary.place_of(tmp_path / "report.html") == str(tmp_path / "report.html")
     with pod(tmp_path):
         assert summary.place_of(tmp_path / "report.html") == "report.html"
+
+
+ENGINE, EVALUATE = EngineConfig(max_model_len=64, max_num_batched_tokens=16), EvaluateConfig(num_speculative_tokens=2)
+COMMON = "--dtype float32 --max-model-len 64 --no-enable-chunked-prefill --max-num-batched-tokens 64 --speculative-config"
+
+
+def test_a_draft_in_a_store_is_fetched_and_a_target_of_the_hub_served_by_its_id(tmp_path: Path) -> None:
+    with pod(tmp_path):
+        lines = summary.serve_lines("s3://b/target", "s3://b/it's/eagle3", ("org/model", "0123"), ENGINE, EVALUATE)
+    assert list(lines) == ["Fetch", "HTTP server", "Python"]
+    assert lines["Fetch"] == summary.fetch_line("s3://b/it's/eagle3", "draft")
+    draft = '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 2}'
+    assert lines["HTTP server"] == f"vllm serve org/model --revision 0123 {COMMON} '{draft}'"
+    assert lines["Python"].startswith("llm = vllm.LLM(model='org/model', revision='0123', dtype='float32', max_model_len=64, ")
+    assert "'model': 'draft'" in lines["Python"]
+    assert "s3://" not in lines["HTTP server"] + lines["Python"]
+
+
+def test_a_target_that_is_on_no_hub_is_fetched_beside_the_draft(tmp_path: Path) -> None:
+    with pod(tmp_path):
+        lines = summary.serve_lines("s3://b/target", "s3://b/eagle3", ("", ""), ENGINE, EVALUATE)
+    fetch = (summary.fetch_line("s3://b/eagle3", "draft"), summary.fetch_line("s3://b/target", "target"))
+    assert lines["Fetch"] == " && ".join(fetch)
+    assert lines["HTTP server"].startswith(f"vllm serve target {COMMON}")
+
+
+def test_what_lies_here_is_served_from_where_it_lies(tmp_path: Path) -> None:
+    lines = summary.serve_lines(f"{tmp_path}/target", f"{tmp_path}/eagle3", ("org/model", "0123"), ENGINE, EVALUATE)
+    assert list(lines) == ["HTTP server", "Python"]
+    assert f" {tmp_path}/target {COMMON}" in lines["HTTP server"]
+    assert f'"model": "{tmp_path}/eagle3"' in lines["HTTP server"]
+    assert "org/model" not in "".join(lines.values())
+
+
+@pytest.mark.parametrize("name", ["draft", "it's"])
+def test_the_line_that_fetches_copies_a_directory_as_it_is_into_another(tmp_path: Path, name: str) -> None:
+    source = tmp_path / name
+    (source / "inner").mkdir(parents=True)
+    (source / "a.json").write_text("1")
+    (source / "inner/b").write_text("2")
+    (tmp_path / "here").mkdir()
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for _ in range(2):
+        line = summary.fetch_line(f"file://{source}", "copy")
+        subprocess.run(["bash", "-euc", line], cwd=tmp_path / "here", env=environment, check=True, timeout=60)
+    copied = {str(path.relative_to(tmp_path / "here")) for path in (tmp_path / "here").rglob("*") if path.is_file()}
+    assert copied == {"copy/a.json", "copy/inner/b"}
+
+
+@pytest.mark.parametrize(
+    ("target", "hub"),
+    [
+        (TargetConfig(name="org/model", revision="main"), ("org/model", "0123")),
+        (TargetConfig(name="org/model", chat_template="other.jinja"), ("", "")),
+        (TargetConfig(name="s3://b/model", public_name="org/model"), ("", "")),
+    ],
+)
+def test_only_the_very_target_of_a_hub_is_served_by_its_id(target: TargetConfig, hub: tuple[str, str]) -> None:
+    fetched = Target("org/model", "0123", "digest", FlyteDirectory("s3://b/t"), 4, 10, 8)
+    assert hub_target(target, fetched) == hub

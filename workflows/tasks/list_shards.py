@@ -3,6 +3,7 @@
 from typing import Any
 
 from flytekit import task
+from flytekit.types.file import FlyteFile
 
 import images
 from workflows import store
@@ -13,17 +14,15 @@ from workflows.tasks.take_shards import identity
 
 
 @task(container_image=images.CPU, **LIGHT)
-def list_token_shards(run_name: str, target: Target, shards: TokenShards) -> TokenShards:
-    """Write runs/<run_name>/token_shards.json."""
-    _list(run_name, "token_shards", target, [_entry(shard, store.location(shard.file)) for shard in shards.shards])
-    return shards
+def list_token_shards(run_name: str, target: Target, shards: TokenShards) -> tuple[TokenShards, FlyteFile]:
+    """Write token_shards.json: into runs/<run_name> here, into the cluster's storage in a pod."""
+    return shards, _list(run_name, "token_shards", target, [_entry(s, store.location(s.file)) for s in shards.shards])
 
 
 @task(container_image=images.CPU, **LIGHT)
-def list_hidden_states(run_name: str, target: Target, states: HiddenStateShards) -> HiddenStateShards:
-    """Write runs/<run_name>/hidden_states.json."""
-    _list(run_name, "hidden_states", target, [_entry(shard, store.location(shard.directory)) for shard in states.shards])
-    return states
+def list_hidden_states(run_name: str, target: Target, states: HiddenStateShards) -> tuple[HiddenStateShards, FlyteFile]:
+    """Write hidden_states.json: into runs/<run_name> here, into the cluster's storage in a pod."""
+    return states, _list(run_name, "hidden_states", target, [_entry(s, store.location(s.directory)) for s in states.shards])
 
 
 def _entry(shard: TokenShard | HiddenStateShard, place: str) -> dict[str, Any]:
@@ -31,10 +30,18 @@ def _entry(shard: TokenShard | HiddenStateShard, place: str) -> dict[str, Any]:
     return {"place": place, **counts, "digest": shard.digest}
 
 
-def _list(run_name: str, kind: str, target: Target, shards: list[dict[str, Any]]) -> None:
+def _list(run_name: str, kind: str, target: Target, shards: list[dict[str, Any]]) -> FlyteFile:
     from eagle3.existing import listing
 
-    text = listing(kind, identity(target), shards)
-    path = run_dir(run_name) / f"{kind}.json"
-    write_text(path, text)
-    print(text, f"{kind}: {len(shards)}, listed in {path}", sep="\n", flush=True)
+    text, name = listing(kind, identity(target), shards), f"{kind}.json"
+    if store.is_local():
+        path = run_dir(run_name) / name
+        write_text(path, text)
+        made = FlyteFile(str(path))
+    else:
+        # Stored by the task itself, so that the log can say where: what flytekit uploads gets its name when the task is over.
+        made = FlyteFile.new_remote_file(name)
+        with made.open("w") as file:
+            file.write(text)
+    print(text, f"{kind}: {len(shards)}, listed in {made.path}", sep="\n", flush=True)
+    return made

@@ -1,4 +1,8 @@
-"""First of all, in seconds: what do the given files and the target name stand for, by content?"""
+"""First of all, in seconds: what do the given files and the target name stand for, by content?
+
+Neither task is cached, so settings that do not fit the target are refused here without being in a key, before its weights are
+fetched or a GPU is asked for.
+"""
 
 from flytekit import task
 from flytekit.types.file import FlyteFile
@@ -72,18 +76,21 @@ def _resolve(
     from eagle3.data.sources import resolve_source
     from eagle3.draft.initial import resolve_initial
     from eagle3.export import check_public_name
-    from eagle3.target.resolve import identify_target
+    from eagle3.target.properties import check_max_model_len
+    from eagle3.target.resolve import identify_target, read_config
 
     check_lengths(data, engine, regenerate, evaluate)
     public_name = target.public_name or target.name
     check_public_name(public_name)
     store.share_credentials()
+    ref = TargetRef(*identify_target(target))
+    check_max_model_len(engine.max_model_len, read_config(target.model_copy(update={"revision": ref.revision})))
     init_from, init_digest = resolve_initial(train.init_from, train.init_revision) if train.init_from else ("", "")
     return ResolvedInputs(
         prompts_digest=store.file_digest(prompts.download()) if prompts else "",
         source_versions=[resolve_source(source)[1] for source in (*data.sources, *data.excluded)],
         heldout_digest=store.file_digest(heldout.download()),
-        target=TargetRef(*identify_target(target)),
+        target=ref,
         public_name=public_name,
         regenerate=regenerate.enabled,
         init_from=init_from,

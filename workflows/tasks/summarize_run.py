@@ -66,7 +66,6 @@ def summarize_run(
     local, out = store.is_local(), summary.run_dir(run_name)
     data_report = _data_report(prepared, rows, described, draft_vocab)
     target_dir, export_dir, draft_dir = (store.location(d) for d in (model.directory, evaluation.export, checkpoint.directory))
-    shell, python = summary.serve_lines(target_dir, export_dir, engine, evaluate, local)
     digests = {"target": model.digest, "rows": rows.digest, "vocab": draft_vocab.digest, "states": states.digest}
     digests |= {"checkpoint": checkpoint.digest, "export": draft.digest, "init": found.init_digest}
     blocks = (target, engine, data, regenerate, vocab, extract, train, export, evaluate, fanout)
@@ -88,7 +87,7 @@ def summarize_run(
         "versions": {"summary": summary.versions(), "capture": _capture_versions(states)},
         "settings": summary.settings(blocks),
         "digests": {"prompts": found.prompts_digest, "heldout": found.heldout_digest, "sources": found.source_versions} | digests,
-        "serve": {"HTTP server": shell, "Python": python},
+        "serve": summary.serve_lines(target_dir, export_dir, hub_target(target, model), engine, evaluate),
     }
     with fsspec.open(f"{draft_dir}/metrics.jsonl", "rt") as file:
         metrics = file.read().splitlines()
@@ -99,6 +98,14 @@ def summarize_run(
     summary.write_data_report(out, data_report)
     print(summary.render_text(figures), flush=True)
     return FlyteDirectory(str(out))
+
+
+def hub_target(target: TargetConfig, model: Target) -> tuple[str, str]:
+    """Hub id and commit of exactly the target that was evaluated; none for one with another chat template, or from elsewhere."""
+    from eagle3.target.resolve import target_kind
+
+    is_hub = not target.chat_template and target_kind(target.name) == "hub"
+    return (target.name, model.revision) if is_hub else ("", "")
 
 
 def _data_report(prepared: PreparedData, rows: TokenShards, described: FlyteDirectory, draft_vocab: DraftVocab) -> dict[str, Any]:

@@ -1,0 +1,60 @@
+"""What a user reads of a recipe that is wrong, and how soon: the last words name the key and what came."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flyte_runs import ROOT, pyflyte_run, write_prompts, write_recipe
+
+from workflows import journal, store
+
+
+def words(result: Any) -> str:
+    """What pyflyte prints, on one line without frames, whatever the terminal's width."""
+    assert result.exit_code != 0
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.output).split())
+
+
+@pytest.fixture
+def prompts(workplace: Path) -> Path:
+    return write_prompts(workplace / "prompts.jsonl", 0, 4)
+
+
+@pytest.mark.parametrize("workflow", ["train_eagle3", "train_from_shards"])
+def test_a_length_beyond_the_targets_positions_is_refused_before_its_weights_are_fetched(
+    workplace: Path, tiny_target: Path, prompts: Path, workflow: str
+) -> None:
+    more = ["--shards", '["nowhere.parquet"]'] if workflow == "train_from_shards" else []
+    recipe = write_recipe(workplace / "recipe.yaml", tiny_target, prompts, engine={"max_model_len": 257})
+    said = words(pyflyte_run(recipe, workflow=workflow, more=more))
+    assert "engine.max_model_len must not exceed the target's 256 positions, got 257; lower it" in said
+    assert not journal.entries()
+    assert not list(store.root().glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "said"),
+    [
+        ({"train": {"epohcs": 3}}, "train.epohcs: no such setting, correct or remove it, got 3"),
+        ({"resources": {"engine": {"mem": 8}}}, 'resources.engine.mem: a quantity of bytes must have a unit, got 8; write "8Gi"'),
+    ],
+)
+def test_a_wrong_setting_ends_in_one_line(workplace: Path, prompts: Path, blocks: dict[str, Any], said: str) -> None:
+    result = pyflyte_run(write_recipe(workplace / "recipe.yaml", workplace, prompts, **blocks))
+    assert words(result).endswith(said)
+    assert "Running Execution" not in result.output
+
+
+def test_a_missing_file_ends_in_the_words_that_the_readme_tells(workplace: Path, prompts: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (unconverted,) = re.findall(r"`(Cannot convert from <file> to [^`]*)`", readme)
+    (invalid,) = re.findall(r"`(Invalid value for '--heldout': [^`]*<file>)`", readme)
+    without_prompts = write_recipe(workplace / "recipe.yaml", workplace, workplace / "nowhere.jsonl")
+    said = words(pyflyte_run(without_prompts))
+    assert unconverted.replace("<file>", str(workplace / "nowhere.jsonl")) in said
+    assert "'prompts'" in said
+    without_heldout = write_recipe(workplace / "recipe.yaml", workplace, prompts)
+    without_heldout.with_suffix(".heldout.jsonl").unlink()
+    heldout = without_heldout.with_suffix(".heldout.jsonl")
+    assert invalid.replace("<file>", str(heldout)) in words(pyflyte_run(without_heldout))
