@@ -25,7 +25,8 @@ from eagle3.config import EngineConfig
 from eagle3.shards import TokenRow
 from eagle3.target.answers import Answer, Follow, Request, Sampling
 from eagle3.target.capture import IN_FLIGHT_BYTES, Add
-from eagle3.target.client import Completion, ServedModel, ServerClient, run_bounded
+from eagle3.target.client import Completion, ServedModel, ServerClient
+from eagle3.target.concurrency import run_bounded
 from eagle3.target.progress import Report
 from eagle3.target.properties import DTYPE_BYTES, end_of_turn_ids
 from eagle3.target.state_files import RowStates, captured_ids, remove, serve_line, sweep, take, written
