@@ -92,19 +92,8 @@ class ServerEngine:
             "server_max_model_len": self.served.max_model_len,
         }
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        *,
-        temperature: float,
-        top_p: float,
-        max_new_tokens: int,
-        seed: int,
-        ignore_eos: bool,
-        report: Report,
-    ) -> dict[str, Any]:
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int, report: Report) -> dict[str, Any]:
         """Answer every prompt; a Generation as a dict. Its draft counts are the server's, other clients' requests included."""
-        sampling = Sampling(temperature, top_p, max_new_tokens, ignore_eos)
         answers: dict[int, Answer] = {}
         requests = {i: Request(prompt, sampling) for i, prompt in enumerate(prompts)}
         seconds, counts = self._answer(requests, lambda i, a: answers.update({i: a}), seed, report)

@@ -25,9 +25,7 @@ def ask(server: StandIn, count: int = 1, **changes: Any) -> list[Completion]:
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(client, "LONGEST_PAUSE_S", 0.01)
+def _no_key(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(client.KEY_VARIABLE, raising=False)
 
 
