@@ -14,16 +14,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from eagle3.shards import TokenRow
-from eagle3.target.answers import Sampling
+from eagle3.target.answers import Answer, Sampling
 from eagle3.target.client import KEY_VARIABLE
 from eagle3.target.progress import Report
 from eagle3.target.server_engine import ServerEngine
 from eagle3.target.state_files import serve_line
+from tests.draft.factories import greedy_answer
 from tests.engine.test_capture_and_generate import (
     CHUNKED,
     END,
@@ -138,11 +138,7 @@ def test_the_servers_greedy_answers_are_the_models_own(server: Server) -> None:
     greedy = Sampling(0.0, 1.0, 24)
     made = engine.generate(prompts, greedy, 0, Report())
     for prompt, given in zip(prompts, made["answers"], strict=True):
-        tokens = list(prompt)
-        while len(tokens) < len(prompt) + 24 and tokens[len(prompt) :][-1:] != [END]:
-            with torch.no_grad():
-                tokens.append(int(server.model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        assert given == {"token_ids": tokens[len(prompt) :], "finish_reason": "stop" if tokens[-1] == END else "length"}
+        assert Answer(**given) == Answer(*greedy_answer(server.model, prompt, 24, END))
     assert {a["finish_reason"] for a in made["answers"]} == {"stop", "length"}
     assert made["num_drafts"] == 0
     endless = replace(greedy, ignore_eos=True)
