@@ -21,7 +21,7 @@ from eagle3.config import ExportConfig
 from eagle3.draft.speculators import FLAGS, LAYER_TYPES, expected_shapes
 from eagle3.shards import digest_of
 from eagle3.target.weights import check_target_dir
-from eagle3.vocab import load_vocab
+from eagle3.vocab import Vocab, load_vocab
 
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,31 +54,29 @@ def write_export(
     out = Path(out_dir)
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} must be absent or empty, it holds files; choose another directory or remove it yourself")
-    draft_path = Path(draft_dir) / "draft.safetensors"
-    draft: dict[str, Any] = _read_json(Path(draft_dir) / "draft.json")
-    tensors = {name: t.to(FLOAT_DTYPES[cfg.dtype]).contiguous() for name, t in _read_tensors(draft_path).items()}
+    draft, weights = _read_json(Path(draft_dir) / "draft.json"), _read_tensors(Path(draft_dir) / "draft.safetensors")
+    tensors = {name: t.to(FLOAT_DTYPES[cfg.dtype]).contiguous() for name, t in weights.items()}
     vocab = load_vocab(vocab_path)
     _check_against_target(draft, check_target_dir(target_dir), target_dir)
-    sizes, trained = (
-        (len(vocab.d2t), len(vocab.t2d)),
-        (draft["draft_vocab_size"], draft["transformer_layer_config"]["vocab_size"]),
-    )
-    if sizes != trained:
-        raise ValueError(
-            f"{vocab_path} maps {sizes[0]} of {sizes[1]} tokens, the draft was trained for {trained[0]} of {trained[1]}; "
-            "export with the vocab of training or train again"
-        )
+    _check_vocab(vocab, draft, vocab_path)
     if len(vocab.d2t) < len(vocab.t2d):
         tensors |= {"d2t": vocab.d2t, "t2d": vocab.t2d}
     part = out.with_name(f"{out.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    (part / "config.json").write_text(json.dumps(export_config(draft, public_name, cfg), indent=2) + "\n")
-    save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
-    (part / "model.safetensors").chmod(0o644)  # safetensors writes for its owner only; a server is often another user
-    digest = verify_export(part)
-    _check_equal(part / "model.safetensors", tensors)
+    digest = _write_verified(part, export_config(draft, public_name, cfg), tensors)
     part.replace(out)
+    return digest
+
+
+def _write_verified(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """Make the directory anew with both files and check what lies there then; returns its digest."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    path = directory / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors writes for its owner only; a server is often another user
+    digest = verify_export(directory)
+    _check_equal(path, tensors)
     return digest
 
 
@@ -240,6 +238,16 @@ def _check_against_target(draft: dict[str, Any], target: dict[str, Any], target_
     for key, found in (("hidden_size", draft["target_hidden_size"]), ("vocab_size", layer["vocab_size"])):
         if found != target[key]:
             raise ValueError(f"the draft was trained for a target with {key} {found}, {target_dir} has {target[key]}")
+
+
+def _check_vocab(vocab: Vocab, draft: dict[str, Any], vocab_path: str | Path) -> None:
+    sizes = len(vocab.d2t), len(vocab.t2d)
+    trained = draft["draft_vocab_size"], draft["transformer_layer_config"]["vocab_size"]
+    if sizes != trained:
+        raise ValueError(
+            f"{vocab_path} maps {sizes[0]} of {sizes[1]} tokens, the draft was trained for {trained[0]} of {trained[1]}; "
+            "export with the vocab of training or train again"
+        )
 
 
 def _check_equal(path: Path, tensors: dict[str, Tensor]) -> None:

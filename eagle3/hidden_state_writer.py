@@ -30,15 +30,9 @@ from torch import Tensor
 from eagle3.chunk_plan import Frame, plan_chunks, row_bytes
 from eagle3.config import ExtractConfig
 from eagle3.encoding import compress, encode
-from eagle3.hidden_states import (
-    FORMAT_VERSION,
-    MANIFEST_NAME,
-    check_entry,
-    file_sha256,
-    last_state_positions,
-    parse_manifest,
-)
-from eagle3.remote import file_size, is_remote, move_file, read_bytes, remove_file, write_bytes
+from eagle3.finished_chunks import entry_place, finished_entries, remove_other_chunks
+from eagle3.hidden_states import FORMAT_VERSION, MANIFEST_NAME, file_sha256, last_state_positions
+from eagle3.remote import move_file, remove_file, write_bytes
 from eagle3.shards import TokenRow, digest_of, row_digest
 from eagle3.staging import Staging
 
@@ -95,20 +89,10 @@ class HiddenStateWriter:
             raise ValueError(f"{self.out}: a hidden-state shard needs at least one row, got none; check what was dropped")
         self.rows, self.num_aux, self.hidden_size, self.cfg, self.info = rows, num_aux, hidden_size, cfg, info
         self.check = check or (lambda _: {})
-        sizes = [row_bytes(row, num_aux, hidden_size, cfg.encoding) for row in rows]
-        self.plan = plan_chunks(sizes, cfg.chunk_bytes)
-        self.digest = digest_of(
-            str(FORMAT_VERSION), *(row_digest(row) for row in rows), cfg.encoding, json.dumps(info, sort_keys=True)
-        )
+        self.plan = plan_chunks([row_bytes(row, num_aux, hidden_size, cfg.encoding) for row in rows], cfg.chunk_bytes)
+        self.digest = digest_of(str(FORMAT_VERSION), *map(row_digest, rows), cfg.encoding, json.dumps(info, sort_keys=True))
         self.staging = Staging(self.out)
-        try:
-            self.entries = self._finished_entries()
-            if not is_remote(self.out):
-                _remove_others(Path(self.out), {entry["file"] for entry in self.entries.values()})
-        except OSError:
-            self.staging.close()
-            raise
-        logger.info("%s: %d of %d chunks are there already", self.out, len(self.entries), len(self.plan))
+        self.entries = self._take_over()
         self.frame_of = {row: (c, f) for c, frames in enumerate(self.plan) for f, rows in enumerate(frames) for row in rows}
         self.states: dict[int, Tensor] = {}
         self.frames: dict[tuple[int, int], Future[EncodedFrame]] = {}
@@ -155,9 +139,8 @@ class HiddenStateWriter:
             manifest = self._manifest()
             write_bytes(f"{self.out}/{MANIFEST_NAME}", json.dumps(manifest, indent=1).encode())
             for number in range(len(self.plan)):
-                remove_file(self._entry_place(number))
-            if not is_remote(self.out):
-                _remove_others(Path(self.out), {entry["file"] for entry in self.entries.values()})
+                remove_file(entry_place(self.out, number))
+            remove_other_chunks(self.out, self.entries)
             return manifest
         finally:
             self.stop()
@@ -167,6 +150,18 @@ class HiddenStateWriter:
         self.saver.shutdown()
         self.encoders.shutdown(cancel_futures=True)
         self.staging.close()
+
+    def _take_over(self) -> dict[int, dict[str, Any]]:
+        """The entries of what an earlier attempt finished; what it left unfinished is removed."""
+        sample_ids = [[self.rows[row].sample_id for frame in frames for row in frame] for frames in self.plan]
+        try:
+            entries = finished_entries(self.out, sample_ids, self.digest)
+            remove_other_chunks(self.out, entries)
+        except OSError:
+            self.staging.close()
+            raise
+        logger.info("%s: %d of %d chunks are there already", self.out, len(entries), len(self.plan))
+        return entries
 
     def _raise_failure(self) -> None:
         futures: list[Future[Any]] = [*self.frames.values(), *self.chunks]
@@ -206,7 +201,7 @@ class HiddenStateWriter:
             frames.clear()
             entry = self._save(number, rows, tensors) | {"checks": checks}
             sidecar = {"digest": self.digest, "entry": entry}
-            write_bytes(self._entry_place(number), json.dumps(sidecar).encode())
+            write_bytes(entry_place(self.out, number), json.dumps(sidecar).encode())
             self.entries[number] = entry
         except (OSError, SafetensorError) as e:
             raise OSError(
@@ -264,34 +259,6 @@ class HiddenStateWriter:
             move_file(path, f"{self.out}/{entry['file']}")
         return entry
 
-    def _entry_place(self, number: int) -> str:
-        return f"{self.out}/chunk-{number:05d}.json"
-
-    def _finished_entries(self) -> dict[int, dict[str, Any]]:
-        """Entries of the chunks that lie finished in `out`, written for the same rows under the same settings."""
-        entries = {}
-        for number, frames in enumerate(self.plan):
-            text = read_bytes(self._entry_place(number))
-            rows = [self.rows[row].sample_id for frame in frames for row in frame]
-            entry = self._usable_entry(text, rows)
-            if entry is not None:
-                entries[number] = entry
-        return entries
-
-    def _usable_entry(self, text: bytes | None, sample_ids: list[str]) -> dict[str, Any] | None:
-        try:
-            sidecar = json.loads(text or b"{}")
-            entry: dict[str, Any] = sidecar["entry"]
-            check_entry(entry)
-            same = (sidecar["digest"], entry["sample_ids"]) == (self.digest, sample_ids)
-        except (ValueError, KeyError, TypeError):
-            return None
-        place = f"{self.out}/{entry['file']}"
-        if not same or file_size(place) != entry["bytes"]:
-            return None
-        # A local file may have been torn by a crash of the machine; a store takes objects whole.
-        return entry if is_remote(place) or file_sha256(place) == entry["sha256"] else None
-
     def _manifest(self) -> dict[str, Any]:
         entries = [self.entries[number] for number in range(len(self.plan))]
         checks: dict[str, int] = {}
@@ -311,24 +278,3 @@ class HiddenStateWriter:
             "checks": checks,
             "chunks": entries,
         }
-
-
-def _remove_others(out: Path, files: set[str]) -> None:
-    """Remove chunk files that no entry names: of an attempt that was killed before it could note them down."""
-    for path in out.glob("chunk-*.safetensors"):
-        if path.name not in files:
-            path.unlink()
-
-
-def finished_manifest(out: str | Path) -> dict[str, Any] | None:
-    """The manifest of a shard that an earlier attempt finished, all its chunks there; else None."""
-    place = f"{str(out).rstrip('/')}/{MANIFEST_NAME}"
-    text = read_bytes(place)
-    if text is None:
-        return None
-    try:
-        manifest = parse_manifest(text, place)
-    except ValueError:
-        return None
-    whole = all(file_size(f"{str(out).rstrip('/')}/{entry['file']}") == entry["bytes"] for entry in manifest["chunks"])
-    return manifest if whole else None

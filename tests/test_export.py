@@ -15,13 +15,13 @@ from eagle3.draft.decode import ReferenceDraft
 from eagle3.draft.speculators import expected_shapes
 from eagle3.export import export_config, verify_export, write_export
 from eagle3.vocab import Vocab, save_vocab
+from tests.draft.exports import write_draft
 from tests.draft.factories import (
     DRAFT_VOCAB,
     LLAMA3_ROPE,
     VOCAB,
     draft_config,
     draft_mapping,
-    draft_tensors,
     embedding,
     layer_config,
     tiny_target,
@@ -33,18 +33,10 @@ EVERY_TENSOR = draft_config(layer_config("qwen3"), norm_before_fc=True, fc_norm=
 NAMES = sorted(expected_shapes(EVERY_TENSOR))
 
 
-def write_draft(root: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def write_inputs(root: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Lay draft, vocabulary and target under `root`; returns the draft's tensors."""
-    draft_dir = root / "draft"
-    draft_dir.mkdir()
-    tensors = {name: t.to(dtype) for name, t in draft_tensors(config).items()}
-    save_file(tensors, draft_dir / "draft.safetensors")
-    (draft_dir / "draft.json").write_text(json.dumps(config))
-    vocab_size = config["transformer_layer_config"]["vocab_size"]
-    mapping = draft_mapping(vocab_size, config["draft_vocab_size"])
-    save_vocab(root / "vocab.safetensors", Vocab(mapping["d2t"], mapping["t2d"], mapping["t2d"].long()))
-    tiny_target(vocab_size=vocab_size).save_pretrained(root / "target")
-    return tensors
+    tiny_target(vocab_size=config["transformer_layer_config"]["vocab_size"]).save_pretrained(root / "target")
+    return write_draft(root, config, dtype)
 
 
 def export(root: Path, cfg: ExportConfig = CFG, name: str = NAME) -> str:
@@ -55,7 +47,7 @@ def export(root: Path, cfg: ExportConfig = CFG, name: str = NAME) -> str:
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A verified export with every optional tensor."""
     root = tmp_path_factory.mktemp("exported")
-    write_draft(root, EVERY_TENSOR)
+    write_inputs(root, EVERY_TENSOR)
     export(root)
     return root / "out"
 
@@ -144,7 +136,7 @@ def test_wrong_settings_are_named(exported: Path, tmp_path: Path, change: Any, m
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_written_reads_back_equal(tmp_path: Path, dtype: Any) -> None:
     config = draft_config(layer_config(rope_parameters=LLAMA3_ROPE), eagle_aux_hidden_state_layer_ids=[0, 1, 2, 3])
-    tensors = write_draft(tmp_path, config)
+    tensors = write_inputs(tmp_path, config)
     digest = export(tmp_path, ExportConfig(dtype=dtype))
     stored = load_file(tmp_path / "out" / "model.safetensors")
     mapping = draft_mapping()
@@ -161,7 +153,7 @@ def test_what_is_written_reads_back_equal(tmp_path: Path, dtype: Any) -> None:
 
 def test_the_exported_draft_proposes_what_the_trained_one_proposes(tmp_path: Path) -> None:
     config = draft_config(layer_config("qwen3"), norm_output=True)
-    tensors = write_draft(tmp_path, config)
+    tensors = write_inputs(tmp_path, config)
     export(tmp_path)
     aux = torch.randn(4, 3, 64, generator=torch.Generator().manual_seed(0))
     trained = ReferenceDraft(config, tensors | draft_mapping(), embedding(), torch.float32)
@@ -171,7 +163,7 @@ def test_the_exported_draft_proposes_what_the_trained_one_proposes(tmp_path: Pat
 
 
 def test_a_draft_vocab_as_large_as_the_targets_needs_no_map(tmp_path: Path) -> None:
-    write_draft(tmp_path, draft_config(draft_vocab_size=VOCAB))
+    write_inputs(tmp_path, draft_config(draft_vocab_size=VOCAB))
     export(tmp_path)
     assert "d2t" not in load_file(tmp_path / "out" / "model.safetensors")
     draft = ReferenceDraft.load(tmp_path / "out", embedding(), torch.float32)
@@ -192,7 +184,7 @@ def test_an_existing_directory_is_no_name_for_the_target(tmp_path: Path, monkeyp
 
 
 def test_nothing_appears_under_the_final_name_when_a_check_fails(tmp_path: Path) -> None:
-    tensors = write_draft(tmp_path, draft_config())
+    tensors = write_inputs(tmp_path, draft_config())
     del tensors["fc.weight"]
     save_file(tensors, tmp_path / "draft" / "draft.safetensors")
     with pytest.raises(ValueError, match=r"fc\.weight is missing"):
@@ -216,13 +208,13 @@ def test_a_directory_that_holds_files_is_left_alone(tmp_path: Path) -> None:
     ],
 )
 def test_a_draft_of_another_target_is_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
-    write_draft(tmp_path, config)
+    write_inputs(tmp_path, config)
     with pytest.raises(ValueError, match=message):
         export(tmp_path)
 
 
 def test_a_vocab_other_than_the_trained_one_is_refused(tmp_path: Path) -> None:
-    write_draft(tmp_path, draft_config())
+    write_inputs(tmp_path, draft_config())
     mapping = draft_mapping(VOCAB, DRAFT_VOCAB - 1)
     save_vocab(tmp_path / "vocab.safetensors", Vocab(mapping["d2t"], mapping["t2d"], mapping["t2d"].long()))
     with pytest.raises(ValueError, match="maps 40 of 97 tokens, the draft was trained for 41 of 97"):

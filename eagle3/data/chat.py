@@ -1,6 +1,6 @@
 """Conversations to token ids and loss masks, by the tokenizer's own chat template.
 
-A row is a list of pieces (`template.py`), each tokenized on its own. A piece ends where a generation prompt ends, so that the
+A row is a list of pieces (`pieces.py`), each tokenized on its own. A piece ends where a generation prompt ends, so that the
 tokens before an answer are exactly those that serving feeds; tokenizing the whole text could merge the last characters of the
 generation prompt with the first of the answer. Pieces of ChatML:
 
@@ -14,10 +14,12 @@ it writes behind the last end of turn is left out: no loss needs it.
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle3.data.conversations import Conversation, Message
-from eagle3.data.template import Piece, template_of
+from eagle3.data.pieces import Piece
+from eagle3.data.template import template_of
+from eagle3.shards import TokenRow
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -95,30 +97,20 @@ def encode_rows(tokenizer: "PreTrainedTokenizerBase", rows: list[list[Piece]], m
         one for each row, in order. reason: empty_mask where a row with answers has no two supervised neighbours, since the first
         token of an answer is never drafted; merged_pieces where the tokenizer does not keep the pieces apart.
     """
-    anchor, num_anchor = _anchor(tokenizer) or ("", 0)
+    anchor = _anchor(tokenizer) or ""
     # A row begins where the text that serving tokenizes begins; the pieces behind must not look like a begin.
     prefixes = [anchor if i else "" for pieces in rows for i in range(len(pieces))]
     texts = [piece.text for pieces in rows for piece in pieces]
     encoded = _encode(tokenizer, [anchor, *map(str.__add__, prefixes, texts)])
-    anchor_ids, *all_ids = encoded["input_ids"]
-    index = 0
+    numbered = enumerate(prefixes, start=1)  # behind the anchor itself
     encoded_rows = []
     for pieces in rows:
         token_ids: list[int] = []
         loss_mask: list[bool] = []
         reason = ""
         for piece in pieces:
-            ids, prefix = all_ids[index], prefixes[index]
-            index += 1
-            num_answer = len(ids)
-            if piece.num_answer < len(piece.text):
-                # The model's last character belongs to a control token, so no token reaches across it.
-                last = encoded.char_to_token(index, len(prefix) + piece.num_answer - 1) if piece.num_answer else -1
-                reason = "merged_pieces" if last is None else reason
-                num_answer = (last or 0) + 1
-            if prefix:
-                reason = reason if ids[:num_anchor] == anchor_ids else "merged_pieces"
-                ids, num_answer = ids[num_anchor:], max(num_answer - num_anchor, 0)
+            ids, num_answer, is_apart = _piece_tokens(encoded, *next(numbered), piece)
+            reason = reason if is_apart else "merged_pieces"
             token_ids += ids
             loss_mask += [True] * num_answer + [False] * (len(ids) - num_answer)
         row = _fit(token_ids, loss_mask, max_tokens)
@@ -126,6 +118,29 @@ def encode_rows(tokenizer: "PreTrainedTokenizerBase", rows: list[list[Piece]], m
             reason = "empty_mask"
         encoded_rows.append(row._replace(reason=reason))
     return encoded_rows
+
+
+def _piece_tokens(encoded: "BatchEncoding", index: int, anchor: str, piece: Piece) -> tuple[list[int], int, bool]:
+    """One piece of a batch whose first text is the anchor.
+
+    Args:
+        index: the piece's place in the batch.
+        anchor: what was tokenized before it, or "".
+
+    Returns:
+        token ids, how many of the first are the model's, and whether the tokenizer kept the piece apart from what is around it.
+    """
+    ids = encoded["input_ids"][index]
+    num_answer, is_apart = len(ids), True
+    if piece.num_answer < len(piece.text):
+        # The model's last character belongs to a control token, so no token reaches across it.
+        last = encoded.char_to_token(index, len(anchor) + piece.num_answer - 1) if piece.num_answer else -1
+        num_answer, is_apart = (last or 0) + 1, last is not None
+    if anchor:
+        anchor_ids = encoded["input_ids"][0]
+        is_apart = is_apart and ids[: len(anchor_ids)] == anchor_ids
+        ids, num_answer = ids[len(anchor_ids) :], max(num_answer - len(anchor_ids), 0)
+    return ids, num_answer, is_apart
 
 
 def render_prompt(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> list[int]:
@@ -139,14 +154,20 @@ def text_spans(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int], loss_
     return [(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False), m) for m, ids in runs]
 
 
+def sample_of(tokenizer: "PreTrainedTokenizerBase", row: TokenRow) -> dict[str, Any]:
+    """A row as reports show it, JSON-ready: sample_id, source, tokens (their number), spans [[text, supervised], …]."""
+    spans = [list(span) for span in text_spans(tokenizer, row.token_ids, row.loss_mask)]
+    return {"sample_id": row.sample_id, "source": row.source, "tokens": len(row.token_ids), "spans": spans}
+
+
 def _encode(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> "BatchEncoding":
     """Tokenize texts in one batch; nothing is added, since templates write their own special tokens."""
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False)
 
 
 @lru_cache(maxsize=8)
-def _anchor(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, int] | None:
-    """A text, and its number of tokens, behind which a piece is tokenized as inside a text; None if there is none.
+def _anchor(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """A text behind which a piece is tokenized as inside a text; None if there is none.
 
     SentencePiece tokenizers put a space before every text: not before a piece, if something stands before it.
     """
@@ -154,7 +175,7 @@ def _anchor(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, int] | None:
         start, begun, piece = _encode(tokenizer, [anchor, "a", f"{anchor}b"])["input_ids"]
         text = tokenizer.decode(begun + piece[len(start) :], clean_up_tokenization_spaces=False)
         if piece[: len(start)] == start and text.strip() == "ab":
-            return anchor, len(start)
+            return anchor
     return None
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eagle3.data.chat import text_spans
+from eagle3.data.chat import sample_of
 from eagle3.data.report import length_bin
 from eagle3.shards import TokenRow
 from eagle3.vocab import TokenCounter, coverage_by_size
@@ -99,19 +99,10 @@ def describe_rows(
         sources[row.source].add(row)
     chosen = [(i, s, row) for s, source in enumerate(sources.values()) for i, row in enumerate(source.first)]
     shown = sorted(sorted(chosen, key=lambda c: c[:2])[:num_samples], key=lambda c: (c[1], c[0]))
-    samples = [
-        {
-            "sample_id": row.sample_id,
-            "source": row.source,
-            "tokens": len(row.token_ids),
-            "spans": [list(span) for span in text_spans(tokenizer, row.token_ids, row.loss_mask)],
-        }
-        for _, _, row in shown
-    ]
     counts = [source.counter.counts for source in sources.values()]
     return Description(
         figures={name: source.figures() for name, source in sources.items()},
-        samples=samples,
+        samples=[sample_of(tokenizer, row) for _, _, row in shown],
         end_of_turn_ids=sorted(end_of_turn_ids),
         counts=torch.stack(counts) if counts else torch.zeros(0, vocab_size, dtype=torch.int64),
     )

@@ -22,9 +22,9 @@ from eagle3.config import DataConfig
 from eagle3.data.chat import EncodedRow, conversation_rows, encode_rows, prompt_row
 from eagle3.data.conversations import BadRow, Conversation, Pretokenized, drop_trailing_answer, has_answer, to_conversation
 from eagle3.data.files import MAX_ROW_BYTES, Record
+from eagle3.data.pieces import Piece
 from eagle3.data.presets import PRESETS
 from eagle3.data.script import script_of
-from eagle3.data.template import Piece
 from eagle3.shards import TokenRow, digest_of
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from eagle3.data.answer_text import AnswerForm
 from eagle3.data.chat import encode_rows, prompt_row
 from eagle3.data.conversations import BadRow, Conversation, Message
+from eagle3.data.pieces import Piece
 from eagle3.data.script import Script
-from eagle3.data.template import Piece
 from eagle3.shards import TokenRow, digest_of
 from eagle3.target.answers import Answer
 

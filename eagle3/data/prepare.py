@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from eagle3.config import DataConfig, SourceConfig
-from eagle3.data.chat import load_chat_tokenizer, text_spans
+from eagle3.data.chat import load_chat_tokenizer, sample_of
 from eagle3.data.encode import EncoderPool, Outcome, RowEncoder, Task, tokens_key
 from eagle3.data.report import SourceTally, total_figures
 from eagle3.data.script import is_tool_task
@@ -82,40 +82,25 @@ def prepare_shards(
         ValueError: on a source that cannot be read, too many dropped rows, too few shards, or no held-out prompt left.
     """
     tokenizer = load_chat_tokenizer(tokenizer_dir)
-    sources, names = cfg.sources, _check_sources(cfg.sources)
+    names = _check_sources(cfg.sources)
     Path(out_dir).mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out_dir, prefix=".prepare-") as staging:
         heldout_rows, heldout_tally, excluded = _read_heldout(RowEncoder(tokenizer, cfg), heldout, cfg)
         heldout_file = _write_shard(Path(staging) / HELDOUT_NAME, heldout_rows)
-        tallies = [SourceTally() for _ in sources]
+        tallies = [SourceTally() for _ in names]
         shards, tool_tasks = _ShardFiles(Path(staging), "shard", cfg), _ShardFiles(Path(staging), "tool-tasks", cfg)
         samples: list[dict[str, Any]] = []
         with EncoderPool(RowEncoder(tokenizer, cfg, excluded)) as pool:
-            seen: set[str] = set()
-            streams = []
-            for source, name, tally in zip(sources, names, tallies, strict=True):
-                task = Task(name, source.preset, source.thinking, "script" if regenerate and source.regenerate else "answers")
-                streams.append(_keep(pool.encode(read_source(source), task), tally, seen, source.max_rows))
-            for rows in _mix(streams, [source.weight for source in sources], cfg.seed):
+            for rows in _training_rows(pool, names, tallies, cfg, regenerate):
                 for row in tqdm(rows, "training rows", unit="row", delay=PROGRESS_DELAY_S):
                     (tool_tasks if is_tool_task(row.script) else shards).add(row)
                     _add_sample(samples, tokenizer, row)
                 shards.end()
                 tool_tasks.end()
-        for source, tally in zip(sources, tallies, strict=True):
-            _check_dropped(source, tally, cfg)
-        _check_num_shards(sources, len(shards.files) + len(tool_tasks.files), tallies, cfg)
+        _check_training(cfg, tallies, len(shards.files) + len(tool_tasks.files))
         published = [[_publish(f, Path(out_dir)) for f in made] for made in (shards.files, tool_tasks.files)]
         heldout_file = _publish(heldout_file, Path(out_dir))
-    report = total_figures(tallies)
-    logger.info("prepared %s", report)
-    report |= {
-        "sources": {name: tally.figures() for name, tally in zip(names, tallies, strict=True)},
-        "prompts": {"train": report["rows_kept"], "heldout": heldout_tally.kept},
-        "heldout": heldout_tally.figures(),
-        "samples": samples,
-    }
-    return PreparedFiles(published[0], published[1], heldout_file, report)
+    return PreparedFiles(published[0], published[1], heldout_file, _report(names, tallies, heldout_tally, samples))
 
 
 def prepare_heldout(heldout: SourceConfig, tokenizer_dir: str | Path, cfg: DataConfig, out_dir: str | Path) -> PreparedFile:
@@ -170,6 +155,18 @@ def _read_heldout(
             pass
         _check_dropped(source, other, cfg)
     return rows, tally, frozenset(excluded)
+
+
+def _training_rows(
+    pool: EncoderPool, names: list[str], tallies: list[SourceTally], cfg: DataConfig, regenerate: bool
+) -> Iterator[Iterator[TokenRow]]:
+    """The rows that are kept, each counted in its source's tally, in one stream a source or in one of all."""
+    seen: set[str] = set()
+    streams = []
+    for source, name, tally in zip(cfg.sources, names, tallies, strict=True):
+        task = Task(name, source.preset, source.thinking, "script" if regenerate and source.regenerate else "answers")
+        streams.append(_keep(pool.encode(read_source(source), task), tally, seen, source.max_rows))
+    return _mix(streams, [source.weight for source in cfg.sources], cfg.seed)
 
 
 def _keep(outcomes: Iterator[Outcome], tally: SourceTally, seen: set[str], max_rows: int) -> Iterator[TokenRow]:
@@ -238,22 +235,35 @@ def _check_dropped(source: SourceConfig, tally: SourceTally, cfg: DataConfig) ->
         )
 
 
-def _check_num_shards(sources: Sequence[SourceConfig], num_shards: int, tallies: list[SourceTally], cfg: DataConfig) -> None:
+def _check_training(cfg: DataConfig, tallies: list[SourceTally], num_shards: int) -> None:
+    """Refuse sources of which too much was dropped, and too few shards; a tally a source, in order."""
+    for source, tally in zip(cfg.sources, tallies, strict=True):
+        _check_dropped(source, tally, cfg)
     num_rows = sum(tally.kept for tally in tallies)
     if num_rows and num_shards >= cfg.min_shards:
         return
     fitting = num_rows // cfg.min_shards
     remedy = f"lower data.rows_per_shard to {fitting} or data.min_shards" if fitting else "lower data.min_shards"
     raise ValueError(
-        f"{', '.join(map(source_path, sources))}: {num_rows} usable rows of {sum(tally.read for tally in tallies)} fill "
+        f"{', '.join(map(source_path, cfg.sources))}: {num_rows} usable rows of {sum(tally.read for tally in tallies)} fill "
         f"{num_shards} shards of data.rows_per_shard = {cfg.rows_per_shard}, data.min_shards = {cfg.min_shards} are required; "
         f"add rows or {remedy}"
     )
 
 
+def _report(names: list[str], tallies: list[SourceTally], heldout: SourceTally, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """The report of PreparedFiles; names and tallies: of the training sources, in order."""
+    report = total_figures(tallies)
+    logger.info("prepared %s", report)
+    return report | {
+        "sources": {name: tally.figures() for name, tally in zip(names, tallies, strict=True)},
+        "prompts": {"train": report["rows_kept"], "heldout": heldout.kept},
+        "heldout": heldout.figures(),
+        "samples": samples,
+    }
+
+
 def _add_sample(samples: list[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase", row: TokenRow) -> None:
     """Add the first rows of each source as text, as long as there are few."""
-    if len(samples) == NUM_SAMPLES or sum(sample["source"] == row.source for sample in samples) == SAMPLES_OF_A_SOURCE:
-        return
-    spans = [list(span) for span in text_spans(tokenizer, row.token_ids, row.loss_mask)]
-    samples.append({"sample_id": row.sample_id, "source": row.source, "tokens": len(row.token_ids), "spans": spans})
+    if len(samples) < NUM_SAMPLES and sum(sample["source"] == row.source for sample in samples) < SAMPLES_OF_A_SOURCE:
+        samples.append(sample_of(tokenizer, row))

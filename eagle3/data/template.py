@@ -1,55 +1,34 @@
-"""A chat template's renderings cut into pieces: where answers begin and end, and what only looks like a tag.
+"""A chat template's renderings: where answers begin and end in them.
 
 **Boundaries** come from renderings alone. An answer begins where (history + generation prompt) ends inside (history + answer) and
 ends with the last control token there. Renderings of made-up turns, once per template, show what it writes behind every
 conversation (`closing`) and before an answer without thoughts (`empty_thoughts`); neither is the model's text.
 
-**Tags in contents.** A user may write `<|im_end|>`. Such words get a private-use character behind their first one before the
-template sees them, and the rendering is cut there: tokenized apart, the halves are plain text for any tokenizer.
-
-    content   What does <|im_end|> mean?
-    rendered  <|im_start|>user⏎What does <▮|im_end|> mean?<|im_end|>⏎
-    pieces    <|im_start|>user⏎What does <     |im_end|> mean?<|im_end|>⏎
+How a rendering is cut then, and tags in contents: eagle3/data/pieces.py.
 """
 
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from eagle3.data.conversations import THOUGHT_KEYS, BadRow, Conversation, Message
+from eagle3.data.pieces import Answer, Piece, Tags, cut_at_answers, cut_at_marks, escaped, marks_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Some templates write today's date, which would give the same rows other digests every day: it stands still.
 TODAY = datetime(2025, 1, 1)
-PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
 # The end of a generation prompt that opens the model's thoughts: <think>, [THINK].
 OPENING = re.compile(r"[<\[][\w:]+[>\]](?=\s*$)")
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class Piece(NamedTuple):
-    """A stretch of rendered text that is tokenized on its own; its first `num_answer` characters are the model's text."""
-
-    text: str
-    num_answer: int
-
-
-class Answer(NamedTuple):
-    """A rendering that ends with an assistant turn: text[begin:end] is the model's; `closed` if a control token ends it."""
-
-    text: str
-    begin: int
-    end: int
-    closed: bool
 
 
 class Shown(NamedTuple):
@@ -60,25 +39,6 @@ class Shown(NamedTuple):
     mark: str
     words: str
     thoughts: str
-
-
-class Tags:
-    """Texts that a tokenizer would read as control tokens."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        either = "|".join(re.escape(t) for t in sorted(texts, key=len, reverse=True) if len(t) > 1) or "(?!)"
-        self.pattern = re.compile(either)
-        self.starts = re.compile(f"(?={either}).", re.DOTALL)
-
-    def broken(self, value: Any, mark: str) -> Any:
-        """The value with the mark behind the first character of every tag in its strings, overlapping tags included."""
-        if isinstance(value, str):
-            return self.starts.sub(lambda m: m.group() + mark, value) if self.pattern.search(value) else value
-        if isinstance(value, list):
-            return [self.broken(v, mark) for v in value]
-        if isinstance(value, dict):
-            return {self.broken(k, mark): self.broken(v, mark) for k, v in value.items()}
-        return value
 
 
 def template_of(tokenizer: "PreTrainedTokenizerBase", thinking: bool | None) -> "ChatTemplate":
@@ -140,7 +100,7 @@ class ChatTemplate:
         text = self._render(shown, shown.messages, True, self.thinking)
         for message in shown.messages:
             _check_calls(message, text)
-        return list(_split(text, 0, shown.mark))
+        return list(cut_at_marks(text, 0, shown.mark))
 
     def _rows(self, shown: Shown) -> list[list[Piece]]:
         rows: list[list[Answer]] = []
@@ -154,7 +114,7 @@ class ChatTemplate:
                 rows[-1].append(answer)
             else:
                 rows.append([answer])
-        return [list(_pieces(answers, shown.mark)) for answers in rows]
+        return [list(cut_at_answers(answers, shown.mark)) for answers in rows]
 
     def _answer(self, shown: Shown, index: int) -> Answer:
         history, message = shown.messages[:index], shown.messages[index]
@@ -226,8 +186,7 @@ class ChatTemplate:
     def _show(self, conversation: Conversation) -> Shown:
         """Break tags, and give thoughts under every name that templates use; leave them out where thinking is off."""
         everything = f"{conversation.messages}{conversation.tools}{self.source}"
-        unused = (c for c in map(chr, chain(*PRIVATE_USE)) if c not in everything and _escaped(c) not in everything)
-        characters = tuple(islice(unused, 3))
+        characters = tuple(islice(marks_for(everything), 3))
         if len(characters) < 3:
             raise BadRow("bad_unicode", "the conversation uses every private-use character; remove the row")
         messages = []
@@ -259,14 +218,14 @@ class ChatTemplate:
             raise BadRow(
                 "template_refuses", f"the chat template refuses the conversation ({e}); change the row to turns that it allows"
             ) from e
-        if _escaped(shown.mark) in text:
+        if escaped(shown.mark) in text:
             raise BadRow("tag_in_text", "the chat template escapes a text that spells one of its tags; remove the tag or the row")
         return text
 
     def _try_render(self, roles: list[str], prompt: bool) -> str:
         turns = [{"role": role, "content": "x"} for role in roles]
         try:
-            return self._render(Shown(turns, None, chr(PRIVATE_USE[0][0]), "", ""), turns, prompt, self.thinking)
+            return self._render(Shown(turns, None, next(marks_for("")), "", ""), turns, prompt, self.thinking)
         except BadRow:
             return ""
 
@@ -312,25 +271,3 @@ def _thoughts_behind(prompt: str, message: dict[str, Any]) -> str | None:
     if content.startswith(tag):
         return content.removeprefix(tag).removeprefix(gap)
     return content if closing in content else None
-
-
-def _pieces(answers: list[Answer], mark: str) -> Iterator[Piece]:
-    """Cut before every answer, where serving ends its prompt, and behind those that no control token ends."""
-    text = answers[-1].text[: answers[-1].end]
-    yield from _split(text[: answers[0].begin], 0, mark)
-    ends = [answer.begin for answer in answers[1:]] + [len(text)]
-    for answer, end in zip(answers, ends, strict=True):
-        cut = end if answer.closed else answer.end
-        yield from _split(text[answer.begin : cut], answer.end - answer.begin, mark)
-        yield from _split(text[cut:end], 0, mark)
-
-
-def _split(text: str, num_answer: int, mark: str) -> Iterator[Piece]:
-    for part in text.split(mark):
-        if part:
-            yield Piece(part, min(max(num_answer, 0), len(part)))
-        num_answer -= len(part) + len(mark)
-
-
-def _escaped(character: str) -> str:
-    return ascii(character)[1:-1]

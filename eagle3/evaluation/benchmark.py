@@ -8,6 +8,7 @@ engine's own rounds and accepted counts (exactly so in float32).
 import json
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from eagle3.draft.ttt import find_hits, guess, unroll
 from eagle3.hidden_states import HiddenStateRow, read_hidden_states
 from eagle3.shards import TokenRow, read_token_shard, write_token_shard
 from eagle3.target import engine as target_engine
+from eagle3.target.engine import Generation
 from eagle3.target.progress import Report, Watch
 from eagle3.target.properties import end_of_turn_ids
 from eagle3.target.weights import load_target_tensors
@@ -41,8 +43,7 @@ def evaluate(
     """Measure a draft and write the figures as JSON.
 
     Args:
-        target_dir: the target's files.
-        export_dir: the exported draft.
+        target_dir, export_dir: the target's files and the exported draft.
         heldout_path: token shard of prompts.
         engine: how the target runs; dtype and sequences in flight come from cfg.
         cfg: what is measured.
@@ -57,53 +58,13 @@ def evaluate(
         ValueError: if a prompt leaves no room for the answer.
     """
     rows = read_token_shard(heldout_path)
-    k = cfg.num_speculative_tokens
     _check_room(heldout_path, rows, engine, cfg)
-    settings = engine.model_copy(update={"dtype": cfg.dtype, "max_num_seqs": cfg.concurrency})
-    greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
-    prompts = [r.token_ids for r in rows]
-    plain = target_engine.generate(
-        target_dir,
-        prompts,
-        settings,
-        max_new_tokens=cfg.max_new_tokens + k,
-        ignore_eos=True,
-        watch=watch("evaluate without draft"),
-        **greedy,
-    )
+    plain, drafted = _answer_twice(target_dir, export_dir, rows, engine, cfg, watch)
     written, end_ids = [a.token_ids for a in plain.answers], end_of_turn_ids(target_dir)
     lengths = [answer_length(ids, end_ids, cfg.max_new_tokens) for ids in written]
-    drafted = target_engine.generate(
-        target_dir,
-        prompts,
-        settings,
-        max_new_tokens=cfg.max_new_tokens,
-        draft_dir=export_dir,
-        num_speculative_tokens=k,
-        watch=watch("evaluate with draft"),
-        **greedy,
-    )
     predicted = predict_acceptance(target_dir, export_dir, rows, written, lengths, engine, cfg, watch)
-    differing = [
-        row.sample_id
-        for row, ids, length, other in zip(rows, written, lengths, drafted.answers, strict=True)
-        if ids[:length] != other.token_ids
-    ]
-    measured = AcceptanceCounts(drafted.num_drafts, tuple(drafted.accepted_per_position))
-    report = {
-        **_figures(measured, ""),
-        **_figures(predicted, "trainer_"),
-        "outputs_identical": not differing,
-        "differing_prompts": differing,
-        "tokens_per_s": {
-            "with_draft": drafted.generated_tokens / drafted.seconds,
-            "without_draft": plain.generated_tokens / plain.seconds,
-        },
-        "prompts": len(rows),
-        "generated_tokens": drafted.generated_tokens,
-        "engine": engine.engine,
-        **cfg.model_dump(),
-    }
+    report = _content(rows, lengths, plain, drafted, predicted)
+    report |= {"engine": engine.engine, **cfg.model_dump()}
     Path(out_path).write_text(json.dumps(report, indent=1))
     return report
 
@@ -116,6 +77,51 @@ def _check_room(heldout_path: str, rows: list[TokenRow], engine: EngineConfig, c
             f"{heldout_path}: prompt {longest.sample_id} has {len(longest.token_ids)} tokens; with evaluate.max_new_tokens "
             f"{cfg.max_new_tokens} and 2k it exceeds engine.max_model_len {engine.max_model_len}; raise that or lower the other"
         )
+
+
+def _answer_twice(
+    target_dir: str,
+    export_dir: str,
+    rows: list[TokenRow],
+    engine: EngineConfig,
+    cfg: EvaluateConfig,
+    watch: Callable[[str], Watch],
+) -> tuple[Generation, Generation]:
+    """The target's greedy text without the draft, k tokens past the longest answer, and its answers with the draft."""
+    settings = engine.model_copy(update={"dtype": cfg.dtype, "max_num_seqs": cfg.concurrency})
+    prompts, k = [r.token_ids for r in rows], cfg.num_speculative_tokens
+    ask = partial(target_engine.generate, target_dir, prompts, settings, temperature=0.0, top_p=1.0, seed=0)
+    plain = ask(max_new_tokens=cfg.max_new_tokens + k, ignore_eos=True, watch=watch("evaluate without draft"))
+    drafted = ask(
+        max_new_tokens=cfg.max_new_tokens,
+        draft_dir=export_dir,
+        num_speculative_tokens=k,
+        watch=watch("evaluate with draft"),
+    )
+    return plain, drafted
+
+
+def _content(
+    rows: list[TokenRow], lengths: list[int], plain: Generation, drafted: Generation, predicted: AcceptanceCounts
+) -> dict[str, Any]:
+    """The measured part of evaluation.json; lengths: of the answers within the text without the draft."""
+    differing = [
+        row.sample_id
+        for row, text, length, answer in zip(rows, plain.answers, lengths, drafted.answers, strict=True)
+        if text.token_ids[:length] != answer.token_ids
+    ]
+    return {
+        **_figures(AcceptanceCounts(drafted.num_drafts, tuple(drafted.accepted_per_position)), ""),
+        **_figures(predicted, "trainer_"),
+        "outputs_identical": not differing,
+        "differing_prompts": differing,
+        "tokens_per_s": {
+            "with_draft": drafted.generated_tokens / drafted.seconds,
+            "without_draft": plain.generated_tokens / plain.seconds,
+        },
+        "prompts": len(rows),
+        "generated_tokens": drafted.generated_tokens,
+    }
 
 
 def _figures(counts: AcceptanceCounts, prefix: str) -> dict[str, Any]:
@@ -151,35 +157,50 @@ def predict_acceptance(
         lengths: tokens of each answer.
         watch: gives what shows a pass, by its label.
     """
-    content = json.loads((Path(export_dir) / "config.json").read_text())
     draft, target_ids = load_exported(export_dir, load_target_tensors(target_dir).embedding)
-    capture_rows = []
-    for row, ids in zip(rows, written, strict=True):
-        mask = [False] * len(row.token_ids) + [True] * len(ids)
-        capture_rows.append(TokenRow(row.sample_id, row.source, row.token_ids + ids, mask))
     counts = AcceptanceCounts.empty(cfg.num_speculative_tokens)
     with tempfile.TemporaryDirectory() as scratch:
-        shard = Path(scratch) / "answers.parquet"
-        write_token_shard(shard, capture_rows)
-        target_engine.capture(
-            target_dir,
-            str(shard),
-            f"{scratch}/states",
-            content["eagle_aux_hidden_state_layer_ids"],
-            engine.model_copy(update={"dtype": cfg.dtype}),
-            ExtractConfig(encoding=EXACT_ENCODING[cfg.dtype], compression="none"),
-            {},
-            watch=watch("evaluate: capture the answers"),
-        )
+        shown = watch("evaluate: capture the answers")
+        states_dir = _capture_answers(target_dir, export_dir, rows, written, engine, cfg, shown, scratch)
         with watch("evaluate: the walk") as shown, Report(shown) as report:
             report.begin(len(rows), "answers", lambda: report.conversations)
-            for row, length, captured in zip(rows, lengths, read_hidden_states(f"{scratch}/states"), strict=True):
+            for row, length, captured in zip(rows, lengths, read_hidden_states(states_dir), strict=True):
                 by_position = _hits_by_position(draft, target_ids, captured, cfg.num_speculative_tokens)
                 first = len(row.token_ids)
                 counts = counts + walk(by_position, first, first + length - 1, cfg.num_speculative_tokens)
                 report.add(len(captured.token_ids), 1)
                 report.tell()
     return counts
+
+
+def _capture_answers(
+    target_dir: str,
+    export_dir: str,
+    rows: list[TokenRow],
+    written: list[list[int]],
+    engine: EngineConfig,
+    cfg: EvaluateConfig,
+    watch: Watch,
+    scratch: str,
+) -> str:
+    """Exact hidden states of every prompt with the target's text behind it; returns their directory, inside `scratch`."""
+    whole = []
+    for row, ids in zip(rows, written, strict=True):
+        mask = [False] * len(row.token_ids) + [True] * len(ids)
+        whole.append(TokenRow(row.sample_id, row.source, row.token_ids + ids, mask))
+    write_token_shard(f"{scratch}/answers.parquet", whole)
+    draft_config = json.loads((Path(export_dir) / "config.json").read_text())
+    target_engine.capture(
+        target_dir,
+        f"{scratch}/answers.parquet",
+        f"{scratch}/states",
+        draft_config["eagle_aux_hidden_state_layer_ids"],
+        engine.model_copy(update={"dtype": cfg.dtype}),
+        ExtractConfig(encoding=EXACT_ENCODING[cfg.dtype], compression="none"),
+        {},
+        watch=watch,
+    )
+    return f"{scratch}/states"
 
 
 def _hits_by_position(draft: Eagle3Draft, target_ids: Tensor, captured: HiddenStateRow, ttt_steps: int) -> Tensor:

@@ -149,6 +149,37 @@ class _Drain(threading.Thread):
         except Exception as e:  # shown by the thread that drives the engine
             self.failure = e
 
+    def stalled(self) -> RuntimeError:
+        """Names rows that the engine has finished and whose states never came."""
+        missing = [self.rows[i].sample_id for i in self.index_of.values()]
+        return RuntimeError(f"the engine is idle but the states of rows {missing[:8]} never came; run the shard again")
+
+
+class _Feed:
+    """Lets rows into the engine, in order, as far as its queue and the memory of states in flight allow."""
+
+    def __init__(self, engine: Any, rows: list[TokenRow], drain: _Drain, bytes_per_token: int, max_requests: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self.engine, self.rows, self.drain = engine, rows, drain
+        self.max_tokens, self.max_requests = IN_FLIGHT_BYTES // bytes_per_token, max_requests
+        self.params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+        self.params.output_kind = RequestOutputKind.FINAL_ONLY
+        self.num_rows = self.num_tokens = 0
+
+    def fill(self) -> None:
+        from vllm.inputs import tokens_input
+
+        room = self.max_tokens - (self.num_tokens - self.drain.num_tokens)
+        while self.num_rows < len(self.rows) and room > 0 and self.engine.get_num_unfinished_requests() < self.max_requests:
+            token_ids = self.rows[self.num_rows].token_ids
+            request_id = self.engine.add_request(str(self.num_rows), tokens_input(token_ids), self.params)
+            self.drain.index_of[request_id] = self.num_rows
+            self.num_rows += 1
+            self.num_tokens += len(token_ids)
+            room -= len(token_ids)
+
 
 def capture_with_vllm(engine: Any, rows: list[TokenRow], add: Add, bytes_per_token: int, max_num_seqs: int) -> int:
     """Run every row through the engine and pass its states to `add`, from one other thread, in any order.
@@ -163,25 +194,13 @@ def capture_with_vllm(engine: Any, rows: list[TokenRow], add: Add, bytes_per_tok
     Returns:
         How many tokens were not computed, but found in the prefix cache.
     """
-    from vllm import SamplingParams
-    from vllm.inputs import tokens_input
-    from vllm.sampling_params import RequestOutputKind
-
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
-    params.output_kind = RequestOutputKind.FINAL_ONLY
     drain = _Drain(rows, add)
+    feed = _Feed(engine, rows, drain, bytes_per_token, 2 * max_num_seqs)
     drain.start()
-    num_submitted = submitted_tokens = cached_tokens = 0
-    moved_at, num_seen = time.monotonic(), 0
+    cached_tokens = num_seen = 0
+    moved_at = time.monotonic()
     while drain.is_alive():
-        room = IN_FLIGHT_BYTES // bytes_per_token - (submitted_tokens - drain.num_tokens)
-        while num_submitted < len(rows) and room > 0 and engine.get_num_unfinished_requests() < 2 * max_num_seqs:
-            token_ids = rows[num_submitted].token_ids
-            request_id = engine.add_request(str(num_submitted), tokens_input(token_ids), params)
-            drain.index_of[request_id] = num_submitted
-            num_submitted += 1
-            submitted_tokens += len(token_ids)
-            room -= len(token_ids)
+        feed.fill()
         busy = engine.has_unfinished_requests()
         if not busy and not drain.is_waiting:  # the writer has to catch up, the engine has nothing to do
             moved_at = time.monotonic()
@@ -194,8 +213,7 @@ def capture_with_vllm(engine: Any, rows: list[TokenRow], add: Add, bytes_per_tok
         if busy or drain.num_tokens > num_seen:
             moved_at, num_seen = time.monotonic(), drain.num_tokens
         elif time.monotonic() - moved_at > STALL_S:
-            missing = [rows[i].sample_id for i in drain.index_of.values()]
-            raise RuntimeError(f"the engine is idle but the states of rows {missing[:8]} never came; run the shard again")
+            raise drain.stalled()
         else:
             time.sleep(0.001)
     if drain.failure is not None:

@@ -2,6 +2,9 @@
 
 A call with equal settings finds its engine ready, so the shards of one stage share one start; other settings close it first,
 because two engines do not fit in memory. The worker ends when this process does, however that ends: its stdin closes.
+
+All three take `tensor_parallel_size`, GPUs that share the target; `server_url` of a running vLLM server (for capture one that is
+set up for it), which then does the work instead of an engine of ours; and `watch`, which shows how it goes.
 """
 
 import atexit
@@ -18,7 +21,7 @@ from typing import Any
 
 from eagle3.chunk_plan import row_bytes
 from eagle3.config import EngineConfig, ExtractConfig, RegenerateConfig
-from eagle3.hidden_state_writer import finished_manifest
+from eagle3.finished_chunks import finished_manifest
 from eagle3.remote import is_remote
 from eagle3.shards import read_token_shard
 from eagle3.target.answers import Answer
@@ -71,9 +74,6 @@ def generate(
         seed: of the engine; the same prompts in the same call give the same answers.
         draft_dir: exported draft for speculative decoding; drafts are greedy.
         num_speculative_tokens: k, with a draft only.
-        tensor_parallel_size: GPUs that share the target.
-        server_url: of a running vLLM server, which then answers instead of an engine of ours.
-        watch: shows how it goes.
 
     Raises:
         ValueError: if a prompt is empty or leaves no room for an answer.
@@ -83,7 +83,7 @@ def generate(
         _check_prompt(f"prompt {i}", prompt, engine)
     if not prompts:
         return Generation([], 0.0, 0, 0, 0, [])
-    check_max_model_len(engine.max_model_len, json.loads((Path(target_dir) / "config.json").read_text()))
+    _checked_config(target_dir, engine)
     settings = _settings(target_dir, engine, None, draft_dir, num_speculative_tokens, tensor_parallel_size, server_url)
     sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
     request = {"op": "generate", "prompts": prompts, "sampling": {**sampling, "ignore_eos": ignore_eos}}
@@ -108,9 +108,6 @@ def play(
         out: token shard to write, whole or not at all; none if no row is left.
         log_place: directory or fsspec URL in which answers are kept as they come; one for one shard and one set of settings. What
             an earlier attempt left there is not asked again.
-        tensor_parallel_size: GPUs that share the target.
-        server_url: of a running vLLM server, which then answers instead of an engine of ours.
-        watch: shows how it goes.
 
     Returns:
         rows, tokens, supervised_tokens and digest of the written shard; counts, as eagle3.data.regenerate.Player.result.
@@ -119,15 +116,15 @@ def play(
         ValueError: if a prompt leaves no room for an answer, or the chat template cannot play the shard's conversations.
         RuntimeError: if the engine fails or is killed; answers are kept.
     """
-    check_max_model_len(engine.max_model_len, json.loads((Path(target_dir) / "config.json").read_text()))
+    _checked_config(target_dir, engine)
     for row in read_token_shard(token_shard_path):
         if not any(row.loss_mask):
             _check_prompt(f"{token_shard_path}: row {row.sample_id}", row.token_ids, engine)
     request = {
         "op": "play",
-        "token_shard_path": str(Path(token_shard_path).resolve()),
-        "out": str(Path(out).resolve()),
-        "log_place": log_place if is_remote(log_place) else str(Path(log_place).resolve()),
+        "token_shard_path": _resolved(token_shard_path),
+        "out": _resolved(out),
+        "log_place": _resolved(log_place),
         "regenerate": regenerate.model_dump(),
         "max_model_len": engine.max_model_len,
     }
@@ -153,9 +150,6 @@ def capture(
         out: directory or fsspec URL of the shard; one place for one shard and one set of settings.
         layer_ids: aux layers, ascending; the last hidden state is captured besides them.
         info: goes into the manifest, with the engine's version and settings: target name and revision.
-        tensor_parallel_size: GPUs that share the target.
-        server_url: of a running vLLM server set up for capture, which then computes instead of an engine of ours.
-        watch: shows how it goes.
 
     Returns:
         The manifest.
@@ -166,31 +160,16 @@ def capture(
             cannot be written; finished chunks are kept.
         OSError: if the store at `out` does not answer.
     """
-    config = json.loads((Path(target_dir) / "config.json").read_text())
-    check_max_model_len(engine.max_model_len, config)
-    depth = config["num_hidden_layers"]
-    if not layer_ids or layer_ids != sorted(set(layer_ids)) or layer_ids[0] < 0 or layer_ids[-1] > depth:
-        raise ValueError(f"layer_ids must be ascending, unique and within 0 … {depth}, the target's depth; got {layer_ids}")
+    config = _checked_config(target_dir, engine)
+    _check_layer_ids(layer_ids, config["num_hidden_layers"])
     if (done := finished_manifest(out)) is not None:
         logger.info("%s was finished by an earlier attempt", out)
         return done
     _check_shard(token_shard_path, out, len(layer_ids), config["hidden_size"], engine, extract)
-    request = {
-        "op": "capture",
-        "token_shard_path": str(Path(token_shard_path).resolve()),
-        "out": str(out) if is_remote(out) else str(Path(out).resolve()),
-        "layer_ids": layer_ids,
-        "extract": extract.model_dump(),
-        "info": info,
-    }
+    places = {"token_shard_path": _resolved(token_shard_path), "out": _resolved(out)}
+    request = {"op": "capture", **places, "layer_ids": layer_ids, "extract": extract.model_dump(), "info": info}
     settings = _settings(target_dir, engine, layer_ids, None, 0, tensor_parallel_size, server_url)
-    start = time.perf_counter()
-    result = _run(settings, request, watch or Watch("extract"))
-    manifest: dict[str, Any] = result["manifest"]
-    seconds, size_gb = time.perf_counter() - start, manifest["bytes"] / 1e9
-    text = "captured %d tokens, %.3f GB, in %.1f s, start-up included; %d came from the prefix cache"
-    logger.info(text, manifest["tokens"], size_gb, seconds, result["cached_tokens"])
-    return manifest
+    return _run_capture(settings, request, watch or Watch("extract"))
 
 
 def close_engines() -> None:
@@ -203,6 +182,23 @@ def close_engines() -> None:
 
 
 atexit.register(close_engines)
+
+
+def _checked_config(target_dir: str | Path, engine: EngineConfig) -> dict[str, Any]:
+    """The target's config.json; refuses an engine that is longer than it allows."""
+    config: dict[str, Any] = json.loads((Path(target_dir) / "config.json").read_text())
+    check_max_model_len(engine.max_model_len, config)
+    return config
+
+
+def _resolved(place: str | Path) -> str:
+    """The place as a worker finds it that was started in another working directory."""
+    return str(place) if is_remote(place) else str(Path(place).resolve())
+
+
+def _check_layer_ids(layer_ids: list[int], depth: int) -> None:
+    if not layer_ids or layer_ids != sorted(set(layer_ids)) or layer_ids[0] < 0 or layer_ids[-1] > depth:
+        raise ValueError(f"layer_ids must be ascending, unique and within 0 … {depth}, the target's depth; got {layer_ids}")
 
 
 def _check_prompt(name: str, prompt: list[int], engine: EngineConfig) -> None:
@@ -284,6 +280,17 @@ def _run(settings: dict[str, Any], request: dict[str, Any], watch: Watch) -> dic
             worker.ask({"op": "start", "settings": settings})
         result: dict[str, Any] = worker.ask(request, watch)
         return result
+
+
+def _run_capture(settings: dict[str, Any], request: dict[str, Any], watch: Watch) -> dict[str, Any]:
+    """The manifest; what it took is logged."""
+    start = time.perf_counter()
+    result = _run(settings, request, watch)
+    manifest: dict[str, Any] = result["manifest"]
+    seconds, size_gb = time.perf_counter() - start, manifest["bytes"] / 1e9
+    text = "captured %d tokens, %.3f GB, in %.1f s, start-up included; %d came from the prefix cache"
+    logger.info(text, manifest["tokens"], size_gb, seconds, result["cached_tokens"])
+    return manifest
 
 
 def _ready_worker(library: str) -> WorkerProcess:

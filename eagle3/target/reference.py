@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from eagle3.shards import TokenRow
-from eagle3.target.answers import Answer, Follow, Request
+from eagle3.target.answers import Answer, Follow, Request, Sampling
 from eagle3.target.capture import Add
 from eagle3.target.progress import Report
 from eagle3.target.properties import end_of_turn_ids
@@ -80,28 +80,18 @@ class ReferenceEngine:
         wanted = [kept[-1] if k == depth else output.hidden_states[k] for k in [*layer_ids, depth]]
         return torch.stack(wanted, dim=2), output.last_hidden_state
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        *,
-        temperature: float,
-        top_p: float,
-        max_new_tokens: int,
-        seed: int,
-        ignore_eos: bool,
-        report: Report,
-    ) -> dict[str, Any]:
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int, report: Report) -> dict[str, Any]:
         """Answer every prompt; a Generation as a dict."""
-        stop_ids = [] if ignore_eos else end_of_turn_ids(self.target_dir)
+        stop_ids = self._stop_ids(sampling)
         torch.manual_seed(seed)
         start = time.perf_counter()
         rounds = 0
         accepted: list[int] = []
         if self.draft_dir is not None:
-            answers, rounds, accepted = self._speculate(prompts, temperature, max_new_tokens, stop_ids, report)
+            answers, rounds, accepted = self._speculate(prompts, sampling, report)
         else:
             found: dict[int, list[int]] = {}
-            for i, ids in self._sample(prompts, _how(temperature, top_p), max_new_tokens, stop_ids):
+            for i, ids in self._sample(prompts, sampling):
                 found[i] = ids
                 report.add(len(ids), 1)
                 report.tell()
@@ -123,21 +113,23 @@ class ReferenceEngine:
             for sampling in sorted({r.sampling for r in requests.values()}, key=str):
                 alike = [i for i, r in requests.items() if r.sampling == sampling]
                 prompts = [requests[i].prompt for i in alike]
-                stop_ids = [] if sampling.ignore_eos else end_of_turn_ids(self.target_dir)
-                how = _how(sampling.temperature, sampling.top_p)
-                for n, ids in self._sample(prompts, how, sampling.max_new_tokens, stop_ids):
+                stop_ids = self._stop_ids(sampling)
+                for n, ids in self._sample(prompts, sampling):
                     request = follow(alike[n], Answer(ids, "stop" if ids[-1] in stop_ids else "length"))
                     following[alike[n]] = request
                     report.add(len(ids), request is None)
                     report.tell()
             requests = {i: request for i, request in following.items() if request}
 
-    def _sample(
-        self, prompts: list[list[int]], how: dict[str, Any], max_new_tokens: int, stop_ids: list[int]
-    ) -> Iterator[tuple[int, list[int]]]:
+    def _stop_ids(self, sampling: Sampling) -> list[int]:
+        return [] if sampling.ignore_eos else end_of_turn_ids(self.target_dir)
+
+    def _sample(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[tuple[int, list[int]]]:
         """(number of the prompt, answer), batch by batch."""
-        config = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=stop_ids or None, pad_token_id=0, **how)
-        lengths = [len(p) + max_new_tokens for p in prompts]
+        stop_ids = self._stop_ids(sampling)
+        longest = sampling.max_new_tokens
+        config = GenerationConfig(max_new_tokens=longest, eos_token_id=stop_ids or None, pad_token_id=0, **_how(sampling))
+        lengths = [len(p) + longest for p in prompts]
         for batch in batches(lengths, self.max_num_seqs):
             ids, mask = _padded([prompts[i] for i in batch], self.device, left=True)
             output = self.model.generate(ids, attention_mask=mask, generation_config=config)
@@ -145,20 +137,19 @@ class ReferenceEngine:
                 end = next((n + 1 for n, token in enumerate(answer) if token in stop_ids), len(answer))
                 yield i, answer[:end]
 
-    def _speculate(
-        self, prompts: list[list[int]], temperature: float, max_new_tokens: int, stop_ids: list[int], report: Report
-    ) -> tuple[list[list[int]], int, list[int]]:
+    def _speculate(self, prompts: list[list[int]], sampling: Sampling, report: Report) -> tuple[list[list[int]], int, list[int]]:
         from eagle3.draft.decode import ReferenceDraft, speculative_generate
 
-        if temperature > 0:
-            raise ValueError(f"the reference engine speculates only at temperature 0, got {temperature}; use engine: vllm")
+        if sampling.temperature > 0:
+            raise ValueError(
+                f"the reference engine speculates only at temperature 0, got {sampling.temperature}; use engine: vllm"
+            )
         assert self.draft_dir is not None
         draft = ReferenceDraft.load(self.draft_dir, self.model.get_input_embeddings().weight, self.model.dtype)
-        answers, rounds, accepted = [], 0, [0] * self.num_speculative_tokens
+        k, stop_ids = self.num_speculative_tokens, self._stop_ids(sampling)
+        answers, rounds, accepted = [], 0, [0] * k
         for prompt in prompts:
-            answer, more_rounds, more = speculative_generate(
-                self.model, draft, prompt, max_new_tokens, self.num_speculative_tokens, stop_ids
-            )
+            answer, more_rounds, more = speculative_generate(self.model, draft, prompt, sampling.max_new_tokens, k, stop_ids)
             answers.append(answer)
             report.add(len(answer), 1)
             report.tell()
@@ -167,8 +158,11 @@ class ReferenceEngine:
         return answers, rounds, accepted
 
 
-def _how(temperature: float, top_p: float) -> dict[str, Any]:
-    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
+def _how(sampling: Sampling) -> dict[str, Any]:
+    """What transformers calls it; greedy is its default."""
+    if sampling.temperature > 0:
+        return {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    return {}
 
 
 def batches(lengths: list[int], max_rows: int) -> list[list[int]]:

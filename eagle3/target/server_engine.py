@@ -25,7 +25,8 @@ from eagle3.config import EngineConfig
 from eagle3.shards import TokenRow
 from eagle3.target.answers import Answer, Follow, Request, Sampling
 from eagle3.target.capture import IN_FLIGHT_BYTES, Add
-from eagle3.target.client import Completion, ServedModel, ServerClient, run_bounded
+from eagle3.target.client import Completion, ServedModel, ServerClient
+from eagle3.target.concurrency import run_bounded
 from eagle3.target.progress import Report
 from eagle3.target.properties import DTYPE_BYTES, end_of_turn_ids
 from eagle3.target.state_files import RowStates, captured_ids, remove, serve_line, sweep, take, written
@@ -91,19 +92,8 @@ class ServerEngine:
             "server_max_model_len": self.served.max_model_len,
         }
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        *,
-        temperature: float,
-        top_p: float,
-        max_new_tokens: int,
-        seed: int,
-        ignore_eos: bool,
-        report: Report,
-    ) -> dict[str, Any]:
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int, report: Report) -> dict[str, Any]:
         """Answer every prompt; a Generation as a dict. Its draft counts are the server's, other clients' requests included."""
-        sampling = Sampling(temperature, top_p, max_new_tokens, ignore_eos)
         answers: dict[int, Answer] = {}
         requests = {i: Request(prompt, sampling) for i, prompt in enumerate(prompts)}
         seconds, counts = self._answer(requests, lambda i, a: answers.update({i: a}), seed, report)

@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -149,23 +149,12 @@ class VllmEngine:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache cannot be emptied while requests hold blocks of it")
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        *,
-        temperature: float,
-        top_p: float,
-        max_new_tokens: int,
-        seed: int,
-        ignore_eos: bool,
-        report: Report,
-    ) -> dict[str, Any]:
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int, report: Report) -> dict[str, Any]:
         """Answer every prompt; a Generation as a dict."""
         if not self.is_warm:
-            short = Sampling(temperature, top_p, min(WARM_UP_TOKENS, max_new_tokens), ignore_eos)
+            short = replace(sampling, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
             self._run({i: Request(p, short) for i, p in enumerate(prompts[:WARM_UP_PROMPTS])}, lambda i, answer: None, Report())
             self.is_warm = True
-        sampling = Sampling(temperature, top_p, max_new_tokens, ignore_eos)
         answers: dict[int, Answer] = {}
         self.llm.reset_prefix_cache()
         torch.manual_seed(seed)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TextIO
 
+from eagle3.target.answers import Sampling
 from eagle3.target.process import forks_engines
 from eagle3.target.progress import Progress, Report
 
@@ -113,7 +114,9 @@ def _build(settings: dict[str, Any]) -> Any:
 def _answer(engine: Any, request: dict[str, Any], report: Report) -> Any:
     if request["op"] == "generate":
         report.begin(len(request["prompts"]), "answers", lambda: report.conversations)
-        return engine.generate(request["prompts"], **request["sampling"], report=report)
+        sampling = dict(request["sampling"])
+        seed = sampling.pop("seed")
+        return engine.generate(request["prompts"], Sampling(**sampling), seed, report)
     if request["op"] == "reset":
         return engine.reset()
     return _play(engine, request, report) if request["op"] == "play" else _capture(engine, request, report)

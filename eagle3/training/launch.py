@@ -81,6 +81,15 @@ def train_in_processes(job: TrainJob, on_progress: Callable[[], None] | None = N
         if process.poll() is None:
             process.terminate()
             process.wait()
+    _raise_failure(code, received, out)
+    for used in (JOB_NAME, LOCK_NAME):
+        (out / used).unlink(missing_ok=True)
+    for left in out.glob("chunks-*"):  # of an attempt with more processes
+        shutil.rmtree(left)
+
+
+def _raise_failure(code: int, received: set[int], out: Path) -> None:
+    """Say why the trainer ended, unless its job was done; received: the signals that were passed on to it."""
     if signal.SIGINT in received:
         raise KeyboardInterrupt
     if code == PREEMPTED_CODE or (out / PREEMPTED_NAME).exists() or (code and signal.SIGTERM in received):
@@ -90,10 +99,6 @@ def train_in_processes(job: TrainJob, on_progress: Callable[[], None] | None = N
     if code:
         words = _messages(out, "failed") or "its own words stand above"
         raise RuntimeError(f"the trainer ended with code {code}: {words}; run again to go on from {out}")
-    for used in (JOB_NAME, LOCK_NAME):
-        (out / used).unlink(missing_ok=True)
-    for left in out.glob("chunks-*"):  # of an attempt with more processes
-        shutil.rmtree(left)
 
 
 def _messages(out: Path, kind: str) -> str:

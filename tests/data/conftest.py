@@ -1,4 +1,4 @@
-"""The tiny tokenizer, in memory and in a target directory."""
+"""The tiny tokenizer, in memory and in a target directory; a place with source files to prepare."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tests.data.tiny import train_tokenizer
+from tests.data.workplace import Workplace
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +19,8 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTraine
     path = tmp_path_factory.mktemp("target")
     tokenizer.save_pretrained(str(path))
     return path
+
+
+@pytest.fixture
+def place(tmp_path: Path, tokenizer_dir: Path) -> Workplace:
+    return Workplace(tmp_path, tokenizer_dir)

@@ -1,62 +1,23 @@
-"""Answers as text become messages again: what the template writes is read back, and broken calls are refused by reason."""
+"""Answers as text become messages again: what the template writes is read back, however it writes calls."""
 
-import json
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.data.answer_text import AnswerForm, BadCall
-from eagle3.data.chat import conversation_rows
-from eagle3.data.conversations import Conversation, Message
+from eagle3.data.answer_text import AnswerForm
+from eagle3.data.conversations import Message
+from tests.data.calls import CALLING, OPENED, OSLO, QWEN_CALL, TOOLS, assistant, call, form_of, written
 from tests.data.formats import CHATML_TURNS, FORMATS, IM, QWEN3, QWEN_ADDED
 from tests.data.tiny import train_tokenizer
 
-CALLING = ["qwen3", "qwen3-thinking", "llama3.1", "mistral", "mistral-spaced", "mistral-legacy", "gpt-oss", "deepseek-r1"]
 # Templates that write a single call only, and those that show no content, or no thoughts, beside calls.
 SINGLE = {"llama3.1", "gpt-oss"}
 CALLS_ALONE = {"llama3.1", "mistral", "mistral-spaced", "mistral-legacy", "gpt-oss", "deepseek-r1"}
 NO_THOUGHTS = {"smollm2", "llama3.1", "gemma3", "mistral", "mistral-spaced", "mistral-legacy"}
 TRIMMED = {"llama3.1", "gemma3", "mistral", "mistral-spaced", "mistral-legacy"}
-OPENED = {"qwen3-thinking", "deepseek-r1"}
-
-
-def tool(name: str, required: tuple[str, ...] = (), **types: Any) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": {k: {"type": t} for k, t in types.items()}, "required": list(required)}
-    return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
-
-
-WEATHER = tool("weather", ("city",), city="string", days="integer", scale=["string", "null"])
-TOOLS = [WEATHER, tool("get_time"), tool("math.sum", values="array", exact="boolean", start="number")]
-
-
-def call(name: str, number: str = "", **arguments: Any) -> dict[str, Any]:
-    made: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"id": number, **made} if number else made
-
-
-def assistant(content: str = "", thoughts: str = "", calls: tuple[dict[str, Any], ...] = ()) -> Message:
-    message = Message(role="assistant", content=content)
-    if thoughts:
-        message["reasoning_content"] = thoughts
-    if calls:
-        message["tool_calls"] = list(calls)
-    return message
-
-
-def written(tokenizer: PreTrainedTokenizerBase, message: Message, thinking: bool | None = None) -> str:
-    """The answer as the target would write it, end of turn included."""
-    conversation = Conversation([Message(role="user", content="Hi"), message], TOOLS)
-    rows = conversation_rows(tokenizer, conversation, thinking)
-    return "".join(piece.text[: piece.num_answer] for piece in rows[-1])
-
-
-def form_of(name: str, thinking: bool | None = None) -> AnswerForm:
-    return AnswerForm.of(FORMATS[name].tokenizer(), TOOLS if name in CALLING else None, thinking)
-
 
 LETTERS = st.text(
     st.characters(codec="utf-8", categories=["L", "N", "P", "Zs"], exclude_characters="<>[]{}|▁｜"), min_size=1, max_size=20
@@ -153,10 +114,6 @@ def test_a_call_named_in_thoughts_is_none() -> None:
     assert form_of("qwen3").read(text) == assistant("No.", "Use <tool_call>?")
 
 
-QWEN_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-OSLO = call("weather", city="Oslo")
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -185,98 +142,6 @@ OSLO = call("weather", city="Oslo")
 )
 def test_white_space_and_the_order_of_keys_may_differ(name: str, text: str, message: Message) -> None:
     assert form_of(name).read(text) == message
-
-
-def hermes(inner: str) -> str:
-    return f"<tool_call>\n{inner}\n</tool_call>"
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "reason"),
-    [
-        ("qwen3", "<tool_call>", "cut_off"),
-        ("qwen3", '<tool_call>\n{"name": "wea', "cut_off"),
-        ("qwen3", '<tool_call>\n{"name": "weather", "arguments": {"city":', "cut_off"),
-        ("qwen3", QWEN_CALL.removesuffix("</tool_call>"), "cut_off"),
-        ("qwen3", QWEN_CALL.removesuffix("call>"), "cut_off"),
-        ("qwen3", f"{QWEN_CALL}\n<tool_call>\n", "cut_off"),
-        ("qwen3", f"{QWEN_CALL}\nDone.", "text_behind_calls"),
-        ("qwen3", hermes("weather(Oslo)"), "bad_json"),
-        ("qwen3", hermes("{'name': 'weather'}"), "bad_json"),
-        ("qwen3", hermes('{"name": "weather", "arguments": {"city": "Oslo",}}'), "bad_json"),
-        ("qwen3", hermes('{"name": "weather", "arguments": {"city": "Oslo"}'), "bad_json"),
-        ("qwen3", hermes('{"name": "weather", "arguments": {"city": NaN}}'), "bad_json"),
-        ("qwen3", hermes('{"name": "weather", "arguments": {"city": 1e999}}'), "bad_json"),
-        ("qwen3", hermes('{"name": "weather", "arguments": {"city": "\\ud800"}}'), "bad_json"),
-        ("qwen3", hermes('{"a": ' * 100_000), "bad_json"),
-        ("qwen3", hermes('["weather"]'), "bad_form"),
-        ("qwen3", hermes('{"name": 1, "arguments": {}}'), "bad_form"),
-        ("qwen3", hermes('{"name": "weather", "arguments": {"city": "Oslo"}}}'), "bad_form"),
-        ("qwen3", hermes('{"name": "climate", "arguments": {}}'), "unknown_tool"),
-        ("qwen3", hermes('{"name": "get_time"}'), "no_arguments"),
-        ("qwen3", hermes('{"name": "get_time", "arguments": "{}"}'), "no_arguments"),
-        ("qwen3", hermes('{"name": "weather", "arguments": {"days": 3}}'), "missing_argument"),
-        ("llama3.1", '{"name": "weather", "parameters": {"ci', "cut_off"),
-        ("llama3.1", '{"name": "weather", "parameters": {"city": Oslo}}', "bad_json"),
-        ("llama3.1", '{"name": "climate", "parameters": {}}', "unknown_tool"),
-        ("llama3.1", '{"name": "get_time", "arguments": {}}', "no_arguments"),
-        ("llama3.1", '{"name": "get_time", "parameters": {}}; {"name": "get_time", "parameters": {}}', "text_behind_calls"),
-        ("mistral", '[TOOL_CALLS] {"name": "get_time", "arguments": {}}', "bad_form"),
-        ("mistral", '[TOOL_CALLS] [{"name": "get_time", "arguments": {}}', "cut_off"),
-        ("mistral", '[TOOL_CALLS] [{"name": "get_time", "arguments": {}}, ', "cut_off"),
-        ("gpt-oss", " to=functions.weather<|channel|>commen", "cut_off"),
-        ("gpt-oss", ' to=functions.weather<|message|>{"city": "Oslo"}', "bad_form"),
-        ("gpt-oss", ' to=functions.climate<|channel|>commentary json<|message|>{"city": "Oslo"}', "unknown_tool"),
-        ("gpt-oss", " to=functions.weather<|channel|>commentary json<|message|>[1]", "no_arguments"),
-        ("deepseek-r1", "<｜tool▁calls▁begin｜>weather", "bad_form"),
-        ("qwen3", f"<think>\nI look.\n{QWEN_CALL}", "bad_form"),
-        ("qwen3-thinking", f"I look.\n{QWEN_CALL}", "bad_form"),
-    ],
-)
-def test_a_call_that_cannot_be_read_is_refused_by_reason(name: str, text: str, reason: str) -> None:
-    with pytest.raises(BadCall) as e:
-        form_of(name).read(text)
-    assert e.value.reason == reason
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "right"),
-    [
-        ("weather", {"city": "Oslo", "days": 3, "scale": None}, True),
-        ("weather", {"city": "Oslo", "days": 3.0, "scale": "C", "more": [1]}, True),
-        ("weather", {"city": "Oslo", "days": 3.5}, False),
-        ("weather", {"city": "Oslo", "days": True}, False),
-        ("weather", {"city": "Oslo", "days": "3"}, False),
-        ("weather", {"city": "Oslo", "scale": 1}, False),
-        ("weather", {"city": None}, False),
-        ("math.sum", {"values": [1], "exact": True, "start": 1}, True),
-        ("math.sum", {"start": 1.5}, True),
-        ("math.sum", {"start": False}, False),
-        ("math.sum", {"values": {"a": 1}}, False),
-        ("math.sum", {"exact": 1}, False),
-    ],
-)
-def test_arguments_must_have_the_types_of_the_schema(name: str, arguments: dict[str, Any], right: bool) -> None:
-    text = hermes(json.dumps({"name": name, "arguments": arguments}))
-    if right:
-        assert form_of("qwen3").read(text) == assistant(calls=(call(name, **arguments),))
-        return
-    with pytest.raises(BadCall, match="must be") as e:
-        form_of("qwen3").read(text)
-    assert e.value.reason == "wrong_type"
-
-
-@pytest.mark.parametrize(
-    "parameters", [None, [], {}, {"properties": None, "required": None}, {"properties": {"a": {"type": "dict"}}}]
-)
-def test_a_schema_that_says_nothing_checks_nothing(parameters: Any) -> None:
-    tools = [
-        {"type": "function", "function": {"name": "f", "parameters": parameters}},
-        {"type": "function", "function": {"name": "g"}},
-    ]
-    form = AnswerForm.of(FORMATS["qwen3"].tokenizer(), tools)
-    for name in "fg":
-        assert form.read(hermes(f'{{"name": "{name}", "arguments": {{"a": 1}}}}')) == assistant(calls=(call(name, a=1),))
 
 
 def test_without_tools_every_text_is_content() -> None:

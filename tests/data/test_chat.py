@@ -19,7 +19,7 @@ from eagle3.data.chat import (
     text_spans,
 )
 from eagle3.data.conversations import BadRow, Conversation, Message
-from eagle3.data.template import Piece
+from eagle3.data.pieces import Piece
 from tests.data.tiny import CHATML, train_tokenizer
 
 CONTENT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20) | st.sampled_from(

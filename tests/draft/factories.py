@@ -98,6 +98,15 @@ def embedding(vocab_size: int = VOCAB, width: int = WIDTH, seed: int = 1) -> Ten
     return torch.randn(vocab_size, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def greedy_answer(model: PreTrainedModel, prompt: list[int], max_new_tokens: int, end: int) -> tuple[list[int], str]:
+    """What plain greedy decoding writes after a prompt, end token included, and why it ends there, in the engines' words."""
+    answer: list[int] = []
+    while len(answer) < max_new_tokens and answer[-1:] != [end]:
+        with torch.no_grad():
+            answer.append(int(model(torch.tensor([prompt + answer])).logits[0, -1].argmax()))
+    return answer, "stop" if answer[-1:] == [end] else "length"
+
+
 def tiny_target(model_type: str = "llama", vocab_size: int = VOCAB, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Random four-layer target, float64, with weights large enough that its greedy answers vary."""
     torch.manual_seed(seed)

@@ -23,7 +23,7 @@ from eagle3.target import engine as target_engine
 from eagle3.target.engine import capture, close_engines, generate
 from eagle3.target.properties import aux_layer_ids
 from eagle3.target.weights import load_target_tensors
-from tests.draft.factories import tiny_target
+from tests.draft.factories import greedy_answer, tiny_target
 
 pytestmark = pytest.mark.engine
 
@@ -164,12 +164,7 @@ def test_greedy_answers_are_the_models_own(tmp_path: Path, model_type: str) -> N
     greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 24, "seed": 0}
     generation = generate(tmp_path, prompts, CHUNKED, **greedy)
     for prompt, given in zip(prompts, generation.answers, strict=True):
-        tokens = list(prompt)
-        while len(tokens) < len(prompt) + 24 and tokens[len(prompt) :][-1:] != [END]:
-            with torch.no_grad():
-                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        assert given.token_ids == tokens[len(prompt) :]
-        assert given.finish_reason == ("stop" if tokens[-1] == END else "length")
+        assert (given.token_ids, given.finish_reason) == greedy_answer(model, prompt, 24, END)
     assert {a.finish_reason for a in generation.answers} == {"stop", "length"}
     endless = generate(tmp_path, prompts, CHUNKED, ignore_eos=True, **greedy)
     assert {len(a.token_ids) for a in endless.answers} == {24}

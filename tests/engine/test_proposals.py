@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from eagle3.config import EngineConfig, ExportConfig
+from eagle3.config import EngineConfig
 from eagle3.draft.decode import ReferenceDraft
-from eagle3.export import write_export
 from eagle3.target.engine import generate
-from eagle3.vocab import Vocab, save_vocab
-from tests.draft.factories import draft_config, draft_mapping, draft_tensors, layer_config, tiny_target
+from tests.draft.exports import write_exported
+from tests.draft.factories import draft_config, layer_config, tiny_target
 
 pytestmark = pytest.mark.engine
 
@@ -27,13 +25,7 @@ def write_variant(directory: Path, model_type: str, norm_before_residual: bool) 
     target = tiny_target(model_type, VOCAB, num_attention_heads=2, num_key_value_heads=1, head_dim=32).float()
     target.save_pretrained(directory / "target")
     config = draft_config(layer_config(model_type, **SIZES), norm_before_residual=norm_before_residual)
-    (directory / "draft").mkdir()
-    (directory / "draft" / "draft.json").write_text(json.dumps(config))
-    save_file({name: t.float() for name, t in draft_tensors(config).items()}, directory / "draft" / "draft.safetensors")
-    mapping = draft_mapping(VOCAB, DRAFT_VOCAB)
-    save_vocab(directory / "vocab", Vocab(mapping["d2t"], mapping["t2d"], mapping["t2d"].long()))
-    cfg = ExportConfig(num_speculative_tokens=K, dtype="float32")
-    write_export(directory / "draft", directory / "vocab", directory / "target", "example-org/tiny", cfg, directory / "export")
+    write_exported(directory, config, K)
     return target
 
 

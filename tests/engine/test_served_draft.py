@@ -1,19 +1,16 @@
 """A random draft, exported and served by the real engine, against the reference: same tokens, rounds and accepted counts."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from eagle3.config import EngineConfig, ExportConfig
+from eagle3.config import EngineConfig
 from eagle3.draft.decode import ReferenceDraft, speculative_generate
-from eagle3.export import write_export
 from eagle3.target.engine import generate
-from eagle3.vocab import Vocab, save_vocab
-from tests.draft.factories import LLAMA3_ROPE, draft_config, draft_mapping, draft_tensors, layer_config, tiny_target
+from tests.draft.exports import write_exported
+from tests.draft.factories import LLAMA3_ROPE, draft_config, layer_config, tiny_target
 
 pytestmark = pytest.mark.engine
 
@@ -60,14 +57,7 @@ def serve_and_compare(
     target.save_pretrained(tmp_path / "target")
     sizes = {"vocab_size": VOCAB, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     config = draft_config(layer_config(model_type, **sizes, **layer), draft_vocab_size=draft_vocab_size, **changes)
-    (tmp_path / "draft").mkdir()
-    (tmp_path / "draft" / "draft.json").write_text(json.dumps(config))
-    save_file({name: t.float() for name, t in draft_tensors(config).items()}, tmp_path / "draft" / "draft.safetensors")
-    mapping = draft_mapping(VOCAB, draft_vocab_size)
-    save_vocab(tmp_path / "vocab", Vocab(mapping["d2t"], mapping["t2d"], mapping["t2d"].long()))
-    cfg = ExportConfig(num_speculative_tokens=K, dtype="float32")
-    write_export(tmp_path / "draft", tmp_path / "vocab", tmp_path / "target", "example-org/tiny", cfg, tmp_path / "export")
-
+    export_dir = write_exported(tmp_path, config, K)
     prompts = [torch.randint(VOCAB, (3 + i % 6,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(16)]
     served = generate(
         tmp_path / "target",
@@ -77,11 +67,11 @@ def serve_and_compare(
         top_p=1.0,
         max_new_tokens=20,
         seed=0,
-        draft_dir=tmp_path / "export",
+        draft_dir=export_dir,
         num_speculative_tokens=K,
         **(how or {}),
     )
-    draft = ReferenceDraft.load(tmp_path / "export", target.get_input_embeddings().weight.detach(), torch.float32)
+    draft = ReferenceDraft.load(export_dir, target.get_input_embeddings().weight.detach(), torch.float32)
     rounds, accepted = 0, [0] * K
     for prompt, answer in zip(prompts, served.answers, strict=True):
         tokens, n, by_position = speculative_generate(target, draft, prompt, 20, K, {END})

@@ -9,21 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from eagle3.shards import TokenRow
+from eagle3.target.answers import Answer, Sampling
 from eagle3.target.client import KEY_VARIABLE
 from eagle3.target.progress import Report
 from eagle3.target.server_engine import ServerEngine
 from eagle3.target.state_files import serve_line
+from tests.draft.factories import greedy_answer
 from tests.engine.test_capture_and_generate import (
     CHUNKED,
     END,
@@ -135,21 +135,18 @@ def test_the_servers_states_are_the_models(server: Server) -> None:
 def test_the_servers_greedy_answers_are_the_models_own(server: Server) -> None:
     engine = server.engine(LAYER_IDS)
     prompts = [r.token_ids[:40] for r in random_rows()[:20]]
-    greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 24, "seed": 0, "report": Report()}
-    made = engine.generate(prompts, ignore_eos=False, **greedy)
+    greedy = Sampling(0.0, 1.0, 24)
+    made = engine.generate(prompts, greedy, 0, Report())
     for prompt, given in zip(prompts, made["answers"], strict=True):
-        tokens = list(prompt)
-        while len(tokens) < len(prompt) + 24 and tokens[len(prompt) :][-1:] != [END]:
-            with torch.no_grad():
-                tokens.append(int(server.model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        assert given == {"token_ids": tokens[len(prompt) :], "finish_reason": "stop" if tokens[-1] == END else "length"}
+        assert Answer(**given) == Answer(*greedy_answer(server.model, prompt, 24, END))
     assert {a["finish_reason"] for a in made["answers"]} == {"stop", "length"}
     assert made["num_drafts"] == 0
-    endless = engine.generate(prompts, ignore_eos=True, **greedy)
-    assert {len(a["token_ids"]) for a in endless["answers"]} == {24}
-    sampled = [engine.generate(prompts, ignore_eos=False, **{**greedy, "temperature": 1.0})["answers"] for _ in range(2)]
+    endless = replace(greedy, ignore_eos=True)
+    made = engine.generate(prompts, endless, 0, Report())
+    assert {len(a["token_ids"]) for a in made["answers"]} == {24}
+    sampled = [engine.generate(prompts, replace(greedy, temperature=1.0), 0, Report())["answers"] for _ in range(2)]
     assert sampled[0] != sampled[1]
-    assert len(engine.generate([[5] * 120], ignore_eos=True, **greedy)["answers"][0]["token_ids"]) == 8
+    assert len(engine.generate([[5] * 120], endless, 0, Report())["answers"][0]["token_ids"]) == 8
     assert list(server.states_dir.iterdir()) == []
 
 

@@ -6,16 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
-from eagle3.config import EngineConfig, EvaluateConfig, ExportConfig
+from eagle3.config import EngineConfig, EvaluateConfig
 from eagle3.evaluation.benchmark import answer_length, evaluate
-from eagle3.export import write_export
 from eagle3.shards import TokenRow, write_token_shard
 from eagle3.target.engine import close_engines
 from eagle3.target.progress import Progress, Watch
-from eagle3.vocab import Vocab, save_vocab
-from tests.draft.factories import DRAFT_VOCAB, VOCAB, draft_config, draft_mapping, draft_tensors, tiny_target
+from tests.draft.exports import write_exported
+from tests.draft.factories import draft_config, tiny_target
 
 K = 2
 
@@ -29,16 +27,10 @@ def _engines() -> Iterator[None]:
 def write_inputs(path: Path) -> tuple[str, str, str]:
     """Directories of a random target and a random draft for it, and a shard of five prompts."""
     tiny_target("llama", eos_token_id=2).float().save_pretrained(path / "target")
-    (path / "draft").mkdir()
-    (path / "draft" / "draft.json").write_text(json.dumps(draft_config()))
-    save_file({name: t.float() for name, t in draft_tensors(draft_config()).items()}, path / "draft" / "draft.safetensors")
-    mapping = draft_mapping(VOCAB, DRAFT_VOCAB)
-    save_vocab(path / "vocab", Vocab(mapping["d2t"], mapping["t2d"], mapping["t2d"].long()))
-    cfg = ExportConfig(num_speculative_tokens=K, dtype="float32")
-    write_export(path / "draft", path / "vocab", path / "target", "example-org/tiny", cfg, path / "export")
+    export_dir = write_exported(path, draft_config(), K)
     prompts = [[3 + i, 5, 7 + i][: 1 + i % 3] for i in range(5)]
     write_token_shard(path / "prompts", [TokenRow(f"p:{i}", "test", p, [False] * len(p)) for i, p in enumerate(prompts)])
-    return str(path / "target"), str(path / "export"), str(path / "prompts")
+    return str(path / "target"), str(export_dir), str(path / "prompts")
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle3.hidden_state_writer import HiddenStateWriter, finished_manifest
+from eagle3.finished_chunks import finished_manifest
+from eagle3.hidden_state_writer import HiddenStateWriter
 from eagle3.shards import TokenRow
 from tests.hidden_state_writer.writers import CFG, HIDDEN, NUM_AUX, ROWS, finish, leave_unfinished, missing_rows, open_writer
 from tests.shard_files import states_of

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from eagle3 import hidden_state_writer
-from eagle3.hidden_state_writer import finished_manifest
+from eagle3.finished_chunks import finished_manifest
 from tests.hidden_state_writer.writers import BIG, NUM_CHUNKS, files_of, finish, open_writer
 
 NOBODY = 65534

@@ -12,7 +12,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from eagle3 import remote, staging
-from eagle3.hidden_state_writer import finished_manifest
+from eagle3.finished_chunks import finished_manifest
 from eagle3.hidden_states import read_hidden_states
 from tests.hidden_state_writer.writers import BIG, HIDDEN, NUM_AUX, ROWS, files_of, finish, leave_unfinished, open_writer
 from tests.shard_files import states_of

@@ -1,16 +1,14 @@
-"""Faults of the protocol: what is asked again, what is refused and in which words, what stays secret, how much is in flight."""
+"""Faults of the protocol: what is asked again, what is refused and in which words, what stays secret."""
 
 import asyncio
-import gc
 import logging
 import re
-import time
 from typing import Any
 
 import pytest
 
 from eagle3.target import client
-from eagle3.target.client import Completion, ServerClient, run_bounded, server_root
+from eagle3.target.client import Completion, ServerClient, server_root
 from tests.target.stand_in import StandIn, cut, hang, lost, own_words, page, status, with_changes
 
 KEY = "sk-0123456789"
@@ -27,9 +25,7 @@ def ask(server: StandIn, count: int = 1, **changes: Any) -> list[Completion]:
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(client, "LONGEST_PAUSE_S", 0.01)
+def _no_key(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(client.KEY_VARIABLE, raising=False)
 
 
@@ -153,70 +149,3 @@ def test_a_port_that_nobody_listens_on_is_named() -> None:
     server.server_close()
     with pytest.raises(RuntimeError, match=f"{server.url}.*ConnectError.*see that it runs"):
         ask(server, max_attempts=2)
-
-
-def test_items_run_as_many_at_once_as_may_and_in_order() -> None:
-    started: list[int] = []
-    running = most = 0
-
-    async def work(item: int) -> None:
-        nonlocal running, most
-        started.append(item)
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.001 * (item % 3))
-        running -= 1
-
-    asyncio.run(run_bounded(range(20), work, 4))
-    assert (started, most) == (list(range(20)), 4)
-
-
-def test_a_late_item_holds_back_the_size_of_those_after_it() -> None:
-    done: list[int] = []
-
-    async def work(item: int) -> None:
-        if item == 0:
-            await asyncio.sleep(0.05)
-            assert done == [1, 2, 3]  # 10 + 3 x 30 = 100 are held, though 1 to 3 are done; a fifth would be too much
-        done.append(item)
-
-    asyncio.run(run_bounded(range(6), work, 99, lambda item: 30 if item else 10, 100))
-    assert sorted(done) == list(range(6))
-
-
-def test_an_item_larger_than_the_bound_runs_alone() -> None:
-    running: set[int] = set()
-
-    async def work(item: int) -> None:
-        running.add(item)
-        await asyncio.sleep(0.001)
-        assert running == {item}
-        running.remove(item)
-
-    asyncio.run(run_bounded(range(3), work, 9, lambda item: 500, 100))
-
-
-def test_the_first_failure_cancels_the_rest() -> None:
-    started: list[int] = []
-
-    async def work(item: int) -> None:
-        started.append(item)
-        if item == 1:
-            raise RuntimeError("no")
-        await asyncio.sleep(60)
-
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match="no"):
-        asyncio.run(run_bounded(range(100), work, 3))
-    assert started == [0, 1, 2]
-    assert time.monotonic() - start < 30
-
-
-def test_failures_at_one_time_leave_nothing_to_complain_about_later(caplog: pytest.LogCaptureFixture) -> None:
-    async def work(item: int) -> None:
-        raise RuntimeError(f"no {item}")
-
-    with pytest.raises(RuntimeError, match="no"):
-        asyncio.run(run_bounded(range(9), work, 3))
-    gc.collect()
-    assert caplog.text == ""

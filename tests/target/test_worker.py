@@ -21,7 +21,7 @@ from eagle3.hidden_states import read_hidden_states
 from eagle3.shards import TokenRow, read_token_shard, write_token_shard
 from eagle3.target import engine as target_engine
 from eagle3.target.engine import Generation, capture, close_engines, generate, play
-from tests.draft.factories import tiny_target
+from tests.draft.factories import greedy_answer, tiny_target
 from tests.target.test_capture import random_rows, states_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
@@ -65,12 +65,7 @@ def test_greedy_answers_are_the_targets_own_and_end_with_its_end_token(target: t
     assert generation.generated_tokens == sum(len(a.token_ids) for a in generation.answers)
     assert {a.finish_reason for a in generation.answers} == {"stop", "length"}
     for prompt, given in zip(prompts(), generation.answers, strict=True):
-        tokens = list(prompt)
-        while len(tokens) < len(prompt) + 12 and tokens[len(prompt) :][-1:] != [END]:
-            with torch.no_grad():
-                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        assert given.token_ids == tokens[len(prompt) :]
-        assert given.finish_reason == ("stop" if tokens[-1] == END else "length")
+        assert (given.token_ids, given.finish_reason) == greedy_answer(model, prompt, 12, END)
 
 
 def test_equal_settings_share_an_engine_and_other_settings_replace_it(target: tuple[Path, PreTrainedModel]) -> None:

@@ -3,11 +3,14 @@
 import itertools
 import threading
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from eagle3.batch import PackedBatch
 from eagle3.shards import TokenRow
+from eagle3.training import chunk_cache
 from eagle3.training.loader import ShardRows, plan_packs, read_packs
 from tests.shard_files import write_hidden_states
 
@@ -60,3 +63,54 @@ def read(rows: ShardRows, packs: list[list[int]]) -> list[PackedBatch]:
 
 def threads_of_the_loader() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith(("read-packs", "fetch-chunks"))]
+
+
+def live_bytes(rows: ShardRows, packs: list[list[int]]) -> int:
+    """What an epoch has in use at one time, counted pack by pack."""
+    most = 0
+    for place in range(len(packs)):
+        before, after = ({rows.chunk_of[r] for pack in part for r in pack} for part in (packs[: place + 1], packs[place:]))
+        most = max(most, sum(chunk_bytes(rows)[c] for c in before & after))
+    return most
+
+
+class Watch:
+    """Counts fetches, and measures a directory at each and between them.
+
+    reads_maps: looks for deleted files that this process still maps, too; the system takes milliseconds to list them.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cache_dir: Path, reads_maps: bool = False) -> None:
+        self.urls: list[str] = []
+        self.most = 0
+        self.lost: list[str] = []
+        self.dir, self.reads_maps = cache_dir, reads_maps
+        self.lock = threading.Lock()
+        fetch = chunk_cache.fetch
+
+        def watched(chunk: Any, path: Path, stopped: threading.Event) -> None:
+            self.measure()
+            fetch(chunk, path, stopped)
+            self.measure()
+            with self.lock:
+                self.urls.append(chunk.path)
+
+        monkeypatch.setattr(chunk_cache, "fetch", watched)
+
+    def measure(self) -> None:
+        total = 0
+        for path in self.dir.glob("*"):
+            try:
+                total += path.stat().st_size
+            except FileNotFoundError:
+                continue
+        with self.lock:
+            self.most = max(self.most, total)
+            self.lost += deleted_but_mapped(self.dir) if self.reads_maps else []
+
+
+def deleted_but_mapped(directory: Path) -> list[str]:
+    """Files that are gone from a directory and still take disk space, where the system tells."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    return [line for line in lines if str(directory) in line and line.endswith("(deleted)")]

@@ -4,7 +4,6 @@ The S3 store is moto's, inside this process; what does not concern S3 streams fr
 """
 
 import hashlib
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,76 +12,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 
-from eagle3 import hidden_states
 from eagle3.hidden_states import read_hidden_states
-from eagle3.training import chunk_cache, loader
-from eagle3.training.chunk_cache import Course
+from eagle3.training import chunk_cache
 from eagle3.training.loader import ShardRows, read_packs
 from tests.training.jobs import upload
 from tests.training.streams import (
     CHUNK_BYTES,
     PACK_TOKENS,
     STEPS,
+    Watch,
     assert_same,
     chunk_bytes,
     file_urls,
+    live_bytes,
     plan,
     read,
-    threads_of_the_loader,
 )
-
-
-def live_bytes(rows: ShardRows, packs: list[list[int]]) -> int:
-    """What an epoch has in use at one time, counted pack by pack."""
-    most = 0
-    for place in range(len(packs)):
-        before, after = ({rows.chunk_of[r] for pack in part for r in pack} for part in (packs[: place + 1], packs[place:]))
-        most = max(most, sum(chunk_bytes(rows)[c] for c in before & after))
-    return most
-
-
-class Watch:
-    """Counts fetches, and measures a directory at each and between them.
-
-    reads_maps: looks for deleted files that this process still maps, too; the system takes milliseconds to list them.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cache_dir: Path, reads_maps: bool = False) -> None:
-        self.urls: list[str] = []
-        self.most = 0
-        self.lost: list[str] = []
-        self.dir, self.reads_maps = cache_dir, reads_maps
-        self.lock = threading.Lock()
-        fetch = chunk_cache.fetch
-
-        def watched(chunk: Any, path: Path, stopped: threading.Event) -> None:
-            self.measure()
-            fetch(chunk, path, stopped)
-            self.measure()
-            with self.lock:
-                self.urls.append(chunk.path)
-
-        monkeypatch.setattr(chunk_cache, "fetch", watched)
-
-    def measure(self) -> None:
-        total = 0
-        for path in self.dir.glob("*"):
-            try:
-                total += path.stat().st_size
-            except FileNotFoundError:
-                continue
-        with self.lock:
-            self.most = max(self.most, total)
-            self.lost += deleted_but_mapped(self.dir) if self.reads_maps else []
-
-
-def deleted_but_mapped(directory: Path) -> list[str]:
-    """Files that are gone from a directory and still take disk space, where the system tells."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    return [line for line in lines if str(directory) in line and line.endswith("(deleted)")]
 
 
 def test_rows_are_known_from_the_manifests_alone(shard_dirs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,129 +146,8 @@ def test_two_readers_share_one_budget(shard_dirs: list[str], tmp_path: Path, mon
     assert_same([b for _, b in pairs], [b for b, _ in pairs][::-1])
 
 
-def test_a_budget_below_the_live_set_is_refused_before_anything_is_fetched(
-    shard_dirs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local = ShardRows(shard_dirs)
-    local.check_budget(plan(local))
-    packs = plan(local, shuffle_chunks=8)
-    needed = live_bytes(local, packs)
-    watch = Watch(monkeypatch, tmp_path)
-    ShardRows(file_urls(shard_dirs), tmp_path, needed).check_budget(packs)
-    rows = ShardRows(file_urls(shard_dirs), tmp_path, needed - 1)
-    with pytest.raises(
-        ValueError,
-        match=f"in use at one time take {needed} bytes, the disk budget is {needed - 1}; lower train.shuffle_chunks or",
-    ):
-        rows.check_budget(packs)
-    rows = ShardRows(file_urls(shard_dirs), tmp_path, 2 * CHUNK_BYTES)
-    with pytest.raises(ValueError, match="chunks of one pack take .* bytes, the disk budget is 20000; raise train.disk_budget_b"):
-        read(rows, packs)
-    with pytest.raises(ValueError, match="remote shards need a directory"):
-        ShardRows(file_urls(shard_dirs))
-    assert watch.urls == []
-
-
-def test_a_cached_chunk_is_taken_over_checked_and_only_our_files_go(
-    shard_dirs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local, urls = ShardRows(shard_dirs), file_urls(shard_dirs)
-    packs, budget = plan(local), sum(chunk_bytes(local))
-    read(ShardRows(urls, tmp_path, budget), packs)
-    cached = sorted(tmp_path.iterdir())
-    assert len(cached) == len(chunk_bytes(local))
-    cached[0].unlink()
-    data = bytearray(cached[1].read_bytes())
-    data[-1] ^= 1
-    cached[1].write_bytes(data)
-    strangers = [tmp_path / "notes.txt", tmp_path / "chunk-1.safetensors"]
-    left_behind = [tmp_path / f"{cached[0].name}.part", tmp_path / f"chunk-0000099-{'0' * 64}.safetensors"]
-    for path in [*strangers, *left_behind]:
-        path.write_text("x")
-    watch = Watch(monkeypatch, tmp_path)
-    assert_same(read(ShardRows(urls, tmp_path, budget), packs), read(local, packs))
-    assert sorted(watch.urls) == [f"{urls[0]}/{Path(chunk.path).name}" for chunk in local.cache.chunks[:2]]
-    assert sorted(tmp_path.iterdir()) == sorted([*cached, *strangers])
-    small = ShardRows(urls, tmp_path, budget // 2)
-    watch.most = 0
-    watch.measure()
-    assert watch.most <= budget // 2 + 2
-    assert_same(read(small, packs), read(local, packs))
-
-
-def test_an_early_end_stops_all_threads_and_leaves_other_files(shard_dirs: list[str], tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("x")
-    rows = ShardRows(file_urls(shard_dirs), tmp_path, 12 * CHUNK_BYTES)
-    batches = read_packs(rows, plan(rows), PACK_TOKENS, STEPS)
-    next(batches)
-    assert threads_of_the_loader()
-    batches.close()
-    assert not threads_of_the_loader()
-    assert (tmp_path / "mine").exists()
-    assert not list(tmp_path.glob("*.part"))
-    assert len(read(rows, plan(rows))) == len(plan(rows))
-
-
-def test_few_packs_are_read_ahead(shard_dirs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    made, pack_rows = [], loader.pack_rows
-    monkeypatch.setattr(loader, "pack_rows", lambda *args: made.append(1) or pack_rows(*args))
-    rows, taken = ShardRows(shard_dirs), 0
-    for taken, _ in enumerate(read_packs(rows, plan(rows), PACK_TOKENS, STEPS), start=1):
-        time.sleep(0.01)
-        assert len(made) <= taken + loader.PACKS_AHEAD
-    assert len(made) == taken
-
-
-@pytest.mark.parametrize("is_remote", [True, False])
-def test_a_chunk_is_checked_once_and_stays_open_only_while_it_is_needed(
-    shard_dirs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_remote: bool
-) -> None:
-    monkeypatch.setattr(chunk_cache, "NEAR_PACKS", 3)
-    checked: list[str] = []
-    opened: list[str] = []
-    sha256 = hidden_states.file_sha256
-    monkeypatch.setattr(hidden_states, "file_sha256", lambda path: checked.append(path) or sha256(path))
-    monkeypatch.setattr(hidden_states, "safe_open", lambda path, framework: opened.append(path) or safe_open(path, framework))
-    rows = ShardRows(file_urls(shard_dirs) if is_remote else shard_dirs, tmp_path, 10**9)
-    packs = plan(rows, epochs=3)
-    for place, _ in enumerate(read_packs(rows, packs, PACK_TOKENS, STEPS)):
-        near = {c for pack in packs[max(0, place - 1) : place + loader.PACKS_AHEAD + 3 + 3] for c in rows.chunks_of(pack)}
-        assert is_remote or set(rows.cache.ready) <= near
-    assert len(checked) == len(set(checked)) == len(chunk_bytes(rows))
-    assert len(opened) > 2 * len(chunk_bytes(rows))
-
-
-def test_local_chunks_are_checked_only_a_little_ahead(shard_dirs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_cache, "NEAR_PACKS", 5)
-    rows = ShardRows(shard_dirs)
-    packs = plan(rows)
-    batches = read_packs(rows, packs, PACK_TOKENS, STEPS)
-    next(batches)
-    time.sleep(0.2)
-    near = {c for pack in packs[: 1 + loader.PACKS_AHEAD + 1 + 5] for c in rows.chunks_of(pack)}
-    assert set(rows.cache.ready) <= near
-    assert len(list(batches)) == len(packs) - 1
-
-
 def test_no_packs_need_nothing(shard_dirs: list[str]) -> None:
     assert read(ShardRows(shard_dirs), []) == []
-
-
-def test_next_uses_are_those_of_a_slow_search() -> None:
-    g = torch.Generator().manual_seed(0)
-    needs = [sorted(set(torch.randint(6, (2,), generator=g).tolist())) for _ in range(40)]
-    course = Course(needs)
-    for pack in range(40):
-        for chunk in range(7):
-            slow = next((float(i - pack) for i in range(pack, 40) if chunk in needs[i]), float("inf"))
-            assert course.distance(chunk) == slow
-        missing = [c for c in range(6) if c % 2 == pack % 2]
-        due = [course.distance(c) for c in missing if course.distance(c) < float("inf")]
-        nearest = course.nearest(set(range(6)) - set(missing))
-        assert (course.distance(nearest) if nearest is not None else None) == (min(due) if due else None)
-        for chunk in set(range(6)) - set(missing):
-            course.requeue(chunk)
-        course.finish(pack)
 
 
 def test_the_same_rows_validate_whichever_store_they_come_from(shard_dirs: list[str], tmp_path: Path) -> None:
