@@ -38,6 +38,19 @@ def test_a_late_item_holds_back_the_size_of_those_after_it() -> None:
     assert sorted(done) == list(range(6))
 
 
+def test_a_done_item_gives_back_its_own_size_and_no_others() -> None:
+    sizes, started = [60, 30, 80], []
+
+    async def work(item: int) -> None:
+        started.append(item)
+        if item == 1:
+            await asyncio.sleep(0.05)
+            assert started == [0, 1]  # 30 are held still: 80 more would be too much
+
+    asyncio.run(run_bounded(range(3), work, 99, lambda item: sizes[item], 100))
+    assert started == [0, 1, 2]
+
+
 def test_an_item_larger_than_the_bound_runs_alone() -> None:
     running: set[int] = set()
 
