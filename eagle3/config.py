@@ -308,7 +308,9 @@ class FanOutConfig(StageConfig):
     """Where the engine stages run: replicas, GPUs, servers. In no cache key."""
 
     replicas: int = Field(default=8, ge=1, description="engine tasks in flight, each on its own GPUs")
-    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs of one replica, over which the target is split")
+    tensor_parallel_size: int = Field(
+        default=1, ge=1, description="GPUs of one replica, over which the target is split; of the evaluation too"
+    )
     server_urls: list[str] = Field(
         default=[], description="running vLLM servers that answer and capture instead of replicas, shards dealt out in turn"
     )

@@ -113,11 +113,13 @@ def train_cost(work: Workload, draft: DraftSize, train: TrainConfig, gpu: Accele
     return StageCost("train", hours * num_gpus, hours, how)
 
 
-def evaluate_cost(rows: int, size: TargetSize, engine: EngineConfig, evaluate: EvaluateConfig, gpu: Accelerator) -> StageCost:
+def evaluate_cost(
+    rows: int, size: TargetSize, engine: EngineConfig, evaluate: EvaluateConfig, gpu: Accelerator, num_gpus: int
+) -> StageCost:
     """Answers without and with the draft, the latter counted as if it saved nothing; three engine starts."""
-    rate = write_rate(size, evaluate.dtype, gpu, 1, evaluate.concurrency, engine.max_model_len / 2)
+    rate = write_rate(size, evaluate.dtype, gpu, num_gpus, evaluate.concurrency, engine.max_model_len / 2)
     hours = (2 * rows * evaluate.max_new_tokens / rate + 3 * ENGINE_START_S) / 3600
-    return StageCost("evaluate", hours, hours, f"{rows} prompts, {evaluate.concurrency} in flight, {evaluate.dtype}")
+    return StageCost("evaluate", hours * num_gpus, hours, f"{rows} prompts, {evaluate.concurrency} in flight, {evaluate.dtype}")
 
 
 def sequences_in_flight(size: TargetSize, engine: EngineConfig, gpu: Accelerator, num_gpus: int, context: float) -> int:

@@ -129,11 +129,11 @@ def _check_gpus(cfg: RunSettings, size: TargetSize) -> None:
     gpu = ACCELERATORS[cfg.resources.engine.accelerator]
     usable = gpu.memory_gb * 1e9 * cfg.engine.gpu_memory_utilization
     longest, num_gpus = cfg.engine.max_model_len, cfg.fanout.tensor_parallel_size
+    check_tensor_parallel(size, num_gpus)  # beside servers too, for the evaluation
     if not cfg.fanout.server_urls:
-        check_tensor_parallel(size, num_gpus)
         check_gpu_memory(size, cfg.engine.dtype, longest, num_gpus, usable, RAISE_TENSOR_PARALLEL)
-    remedy = "evaluation runs on one GPU: set evaluate.dtype to bfloat16 or name a larger resources.engine.accelerator"
-    check_gpu_memory(size, cfg.evaluate.dtype, longest, 1, usable, remedy)
+    remedy = f"for the evaluation: set evaluate.dtype to bfloat16, {RAISE_TENSOR_PARALLEL}"
+    check_gpu_memory(size, cfg.evaluate.dtype, longest, num_gpus, usable, remedy)
 
 
 def _check_trainer(cfg: RunSettings, config: dict[str, Any], size: TargetSize) -> None:
@@ -229,7 +229,7 @@ def _stages(
     stages.append(extract_cost(work, size, cfg.extract, gpu, num_gpus, lanes, raw_bytes))
     trainer = cfg.resources.trainer
     stages.append(train_cost(work, draft, cfg.train, ACCELERATORS[trainer.accelerator], trainer.gpus))
-    stages.append(evaluate_cost(heldout, size, cfg.engine, cfg.evaluate, gpu))
+    stages.append(evaluate_cost(heldout, size, cfg.engine, cfg.evaluate, gpu, num_gpus))
     return stages
 
 

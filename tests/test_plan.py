@@ -131,7 +131,7 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {},
         {"evaluate": {"dtype": "float32"}, "resources": {"engine": {"accelerator": "L4"}}},
-        "evaluation runs on one GPU: set evaluate.dtype",
+        "for the evaluation: set evaluate.dtype to bfloat16, raise fanout.tensor_parallel_size",
     ),
     ({}, {"resources": {"trainer": {"gpus": 2}}}, "packs_per_step must be a multiple of resources.trainer.gpus 2, got 1"),
     (
@@ -167,8 +167,9 @@ def test_an_initial_drafts_vocabulary_goes_before_the_setting() -> None:
 def test_a_target_too_large_for_one_gpu_fits_on_two() -> None:
     wide = LLAMA31_8B | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     disks = PodDisks(1000 * GIB, 1000 * GIB, 1000 * GIB)
-    with pytest.raises(ValueError, match="evaluation runs on one GPU"):
-        check_settings(settings(fanout={"tensor_parallel_size": 2}), wide, "org/target", disks)
+    check_settings(settings(fanout={"tensor_parallel_size": 2}), wide, "org/target", disks)
+    with pytest.raises(ValueError, match=r"2 x 127 GB .* for the evaluation: set evaluate.dtype"):
+        check_settings(settings(fanout={"tensor_parallel_size": 2}, evaluate={"dtype": "float32"}), wide, "org/target", disks)
     with pytest.raises(ValueError, match=r"1 x 127 GB of GPU memory, they take 141 \+"):
         check_settings(settings(), wide, "org/target", disks)
 

@@ -239,6 +239,7 @@ def evaluate(recipe: Recipe, start: Start, draft: Any) -> Any:
         target_digest=start.found.target.digest,
         engine=recipe.engine,
         evaluate=recipe.evaluate,
+        fanout=recipe.fanout,
         resources=recipe.resources,
     )
 

@@ -147,9 +147,10 @@ def replica_pod(fanout: FanOutConfig, resources: ResourcesConfig) -> Pod:
     return Pod(quantities | {"interruptible": asked.spot}, "" if fanout.server_urls else asked.pod_template)
 
 
-def evaluation_pod(resources: ResourcesConfig) -> Pod:
-    """The evaluation's: one engine GPU, never on spot."""
-    return Pod(_gpu_pod(ENGINE, resources.engine, 1) | {"interruptible": False}, resources.engine.pod_template)
+def evaluation_pod(fanout: FanOutConfig, resources: ResourcesConfig) -> Pod:
+    """The evaluation's: as many GPUs as a split target needs, beside a server too; never on spot."""
+    asked = resources.engine
+    return Pod(_gpu_pod(ENGINE, asked, fanout.tensor_parallel_size) | {"interruptible": False}, asked.pod_template)
 
 
 def trainer_pod(resources: ResourcesConfig) -> Pod:

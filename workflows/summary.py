@@ -111,7 +111,12 @@ def made_or_cached(stage: dict[str, Any]) -> str:
 
 
 def serve_lines(
-    target_dir: str, export_dir: str, hub_target: tuple[str, str], engine: EngineConfig, evaluate: EvaluateConfig
+    target_dir: str,
+    export_dir: str,
+    hub_target: tuple[str, str],
+    engine: EngineConfig,
+    evaluate: EvaluateConfig,
+    num_gpus: int = 1,
 ) -> dict[str, str]:
     """The shell line that serves target and draft over HTTP, and the Python line that loads them, as the evaluation did.
 
@@ -120,13 +125,14 @@ def serve_lines(
     Args:
         target_dir, export_dir: where they lie, paths or URLs.
         hub_target: hub id and commit that stand for the target, if it is at a URL; "", "" where there is none.
+        num_gpus: over which the target is split.
     """
     name, revision = hub_target if "://" in target_dir else ("", "")
     target = name or ("target" if "://" in target_dir else target_dir)
     draft_dir = "draft" if "://" in export_dir else export_dir
     to_fetch = {export_dir: draft_dir} | ({} if name else {target_dir: target})
     fetch = " && ".join(fetch_line(url, directory) for url, directory in to_fetch.items() if "://" in url)
-    shell, python = _start_lines(target, revision, draft_dir, engine, evaluate)
+    shell, python = _start_lines(target, revision, draft_dir, engine, evaluate, num_gpus)
     return ({"Fetch": fetch} if fetch else {}) | {"HTTP server": shell, "Python": python}
 
 
@@ -136,14 +142,17 @@ def fetch_line(url: str, directory: str) -> str:
     return f"python -c {shlex.quote(copy)}"
 
 
-def _start_lines(target: str, revision: str, draft_dir: str, engine: EngineConfig, evaluate: EvaluateConfig) -> tuple[str, str]:
+def _start_lines(
+    target: str, revision: str, draft_dir: str, engine: EngineConfig, evaluate: EvaluateConfig, num_gpus: int
+) -> tuple[str, str]:
     draft = {"method": "eagle3", "model": draft_dir, "num_speculative_tokens": evaluate.num_speculative_tokens}
     batched = max(engine.max_num_batched_tokens, engine.max_model_len)
     options: dict[str, Any] = {"revision": revision} if revision else {}
+    options |= {"tensor_parallel_size": num_gpus} if num_gpus > 1 else {}
     options |= {"dtype": evaluate.dtype, "max_model_len": engine.max_model_len}
     options |= {"enforce_eager": engine.enforce_eager, "enable_chunked_prefill": False, "max_num_batched_tokens": batched}
     flags = f"--revision {revision} " * bool(revision) + f"--dtype {evaluate.dtype} --max-model-len {engine.max_model_len}"
-    flags += " --enforce-eager" * engine.enforce_eager
+    flags += f" --tensor-parallel-size {num_gpus}" * (num_gpus > 1) + " --enforce-eager" * engine.enforce_eager
     flags += f" --no-enable-chunked-prefill --max-num-batched-tokens {batched}"
     flags += f" --speculative-config {shlex.quote(json.dumps(draft))}"
     model = shlex.quote(target)

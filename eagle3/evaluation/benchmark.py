@@ -38,6 +38,7 @@ def evaluate(
     engine: EngineConfig,
     cfg: EvaluateConfig,
     out_path: str,
+    tensor_parallel_size: int = 1,
     watch: Callable[[str], Watch] = Watch,
 ) -> dict[str, Any]:
     """Measure a draft and write the figures as JSON.
@@ -48,6 +49,7 @@ def evaluate(
         engine: how the target runs; dtype and sequences in flight come from cfg.
         cfg: what is measured.
         out_path: evaluation.json.
+        tensor_parallel_size: GPUs that share the target.
         watch: gives what shows a pass, by its label.
 
     Returns:
@@ -59,10 +61,10 @@ def evaluate(
     """
     rows = read_token_shard(heldout_path)
     _check_room(heldout_path, rows, engine, cfg)
-    plain, drafted = _answer_twice(target_dir, export_dir, rows, engine, cfg, watch)
+    plain, drafted = _answer_twice(target_dir, export_dir, rows, engine, cfg, tensor_parallel_size, watch)
     written, end_ids = [a.token_ids for a in plain.answers], end_of_turn_ids(target_dir)
     lengths = [answer_length(ids, end_ids, cfg.max_new_tokens) for ids in written]
-    predicted = predict_acceptance(target_dir, export_dir, rows, written, lengths, engine, cfg, watch)
+    predicted = predict_acceptance(target_dir, export_dir, rows, written, lengths, engine, cfg, tensor_parallel_size, watch)
     report = _content(rows, lengths, plain, drafted, predicted)
     report |= {"engine": engine.engine, **cfg.model_dump()}
     Path(out_path).write_text(json.dumps(report, indent=1))
@@ -85,12 +87,14 @@ def _answer_twice(
     rows: list[TokenRow],
     engine: EngineConfig,
     cfg: EvaluateConfig,
+    tensor_parallel_size: int,
     watch: Callable[[str], Watch],
 ) -> tuple[Generation, Generation]:
     """The target's greedy text without the draft, k tokens past the longest answer, and its answers with the draft."""
     settings = engine.model_copy(update={"dtype": cfg.dtype, "max_num_seqs": cfg.concurrency})
     prompts, k = [r.token_ids for r in rows], cfg.num_speculative_tokens
-    ask = partial(target_engine.generate, target_dir, prompts, settings, temperature=0.0, top_p=1.0, seed=0)
+    sampling: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
+    ask = partial(target_engine.generate, target_dir, prompts, settings, tensor_parallel_size=tensor_parallel_size, **sampling)
     plain = ask(max_new_tokens=cfg.max_new_tokens + k, ignore_eos=True, watch=watch("evaluate without draft"))
     drafted = ask(
         max_new_tokens=cfg.max_new_tokens,
@@ -147,6 +151,7 @@ def predict_acceptance(
     lengths: list[int],
     engine: EngineConfig,
     cfg: EvaluateConfig,
+    tensor_parallel_size: int = 1,
     watch: Callable[[str], Watch] = Watch,
 ) -> AcceptanceCounts:
     """The trainer's own figure: capture the target's greedy answers, unroll the draft over them, walk.
@@ -161,7 +166,7 @@ def predict_acceptance(
     counts = AcceptanceCounts.empty(cfg.num_speculative_tokens)
     with tempfile.TemporaryDirectory() as scratch:
         shown = watch("evaluate: capture the answers")
-        states_dir = _capture_answers(target_dir, export_dir, rows, written, engine, cfg, shown, scratch)
+        states_dir = _capture_answers(target_dir, export_dir, rows, written, engine, cfg, tensor_parallel_size, shown, scratch)
         with watch("evaluate: the walk") as shown, Report(shown) as report:
             report.begin(len(rows), "answers", lambda: report.conversations)
             for row, length, captured in zip(rows, lengths, read_hidden_states(states_dir), strict=True):
@@ -180,6 +185,7 @@ def _capture_answers(
     written: list[list[int]],
     engine: EngineConfig,
     cfg: EvaluateConfig,
+    tensor_parallel_size: int,
     watch: Watch,
     scratch: str,
 ) -> str:
@@ -198,6 +204,7 @@ def _capture_answers(
         engine.model_copy(update={"dtype": cfg.dtype}),
         ExtractConfig(encoding=EXACT_ENCODING[cfg.dtype], compression="none"),
         {},
+        tensor_parallel_size,
         watch=watch,
     )
     return f"{scratch}/states"

@@ -4,18 +4,21 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from eagle3.config import EngineConfig, EvaluateConfig
 from eagle3.evaluation.benchmark import answer_length, evaluate
 from eagle3.shards import TokenRow, write_token_shard
+from eagle3.target import engine
 from eagle3.target.engine import close_engines
 from eagle3.target.progress import Progress, Watch
 from tests.draft.exports import write_exported
 from tests.draft.factories import draft_config, tiny_target
 
 K = 2
+REFERENCE = EngineConfig(engine="transformers", dtype="float32", max_model_len=64, max_num_seqs=4)
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +44,8 @@ def test_every_pass_is_shown_to_its_end_and_the_walk_counts_as_the_engine_does(t
     def watch(label: str) -> Watch:
         return Watch(label, looks.setdefault(label, []).append)
 
-    engine = EngineConfig(engine="transformers", dtype="float32", max_model_len=64, max_num_seqs=4)
     cfg = EvaluateConfig(num_speculative_tokens=K, max_new_tokens=6, dtype="float32", concurrency=4)
-    figures = evaluate(*write_inputs(tmp_path), engine, cfg, str(tmp_path / "evaluation.json"), watch)
+    figures = evaluate(*write_inputs(tmp_path), REFERENCE, cfg, str(tmp_path / "evaluation.json"), watch=watch)
     assert list(looks) == [
         "evaluate without draft",
         "evaluate with draft",
@@ -58,6 +60,22 @@ def test_every_pass_is_shown_to_its_end_and_the_walk_counts_as_the_engine_does(t
     assert (figures["rounds"], figures["accepted"]) == (figures["trainer_rounds"], figures["trainer_accepted"])
     assert figures["outputs_identical"]
     assert json.loads((tmp_path / "evaluation.json").read_text()) == figures
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the reference engine is tested on Linux")
+def test_every_engine_is_split_over_the_gpus_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    run = engine._run
+
+    def record(settings: dict[str, Any], *more: Any) -> dict[str, Any]:
+        asked.append(settings["tensor_parallel_size"])
+        return run(settings, *more)
+
+    monkeypatch.setattr(engine, "_run", record)
+    cfg = EvaluateConfig(num_speculative_tokens=K, max_new_tokens=4, dtype="float32")
+    evaluate(*write_inputs(tmp_path), REFERENCE, cfg, str(tmp_path / "evaluation.json"), 2)
+    assert asked == [2, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
     from eagle3.training import launch
     from eagle3.training.loop import train
 
-    def evaluate(*inputs: Any, watch: Any) -> dict[str, Any]:
+    def evaluate(*inputs: Any, **how: Any) -> dict[str, Any]:
         figures: dict[str, Any] = dict.fromkeys(("acceptance_length", "trainer_acceptance_length"), 1.5)
         figures |= {"acceptance_by_position": [0.5, 0.0, 0.0], "outputs_identical": True}
         figures |= {"tokens_per_s": {"with_draft": 2.0, "without_draft": 1.0}}

@@ -186,7 +186,8 @@ def test_an_evaluating_task_shows_its_passes_and_the_acceptance(
     figures = {"acceptance_length": 1.4471, "trainer_acceptance_length": 1.4469, "acceptance_by_position": [0.311, 0.106]}
     figures |= {"outputs_identical": True, "tokens_per_s": {"with_draft": 28.3, "without_draft": 35.2}}
 
-    def evaluate(*inputs: Any, watch: Callable[[str], Watch]) -> dict[str, Any]:
+    def evaluate(*inputs: Any, tensor_parallel_size: int, watch: Callable[[str], Watch]) -> dict[str, Any]:
+        assert tensor_parallel_size == 2
         for label in ("evaluate without draft", "evaluate with draft"):
             clock[0] += 30
             watch(label)(look(30, unit="answers"))
@@ -205,6 +206,7 @@ def test_an_evaluating_task_shows_its_passes_and_the_acceptance(
             target_digest="target",
             engine=ENGINE,
             evaluate=EvaluateConfig(),
+            tensor_parallel_size=2,
         )
         page = at_the_end(tmp_path)
     assert page.count("<section>") == 2

@@ -130,6 +130,7 @@ DRIVERS: dict[str, tuple[Any, dict[str, Any]]] = {
             "heldout_digest": "h",
             "target_digest": "t",
             "evaluate": EvaluateConfig(),
+            "fanout": FanOutConfig(tensor_parallel_size=2, server_urls=["http://a"]),
         },
     ),
 }
@@ -197,7 +198,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "shared_memory": "64Gi",
         "interruptible": True,
     },
-    "evaluate_draft": {"requests.mem": "64Gi", "requests.gpu": "1", "accelerator": "nvidia-h100", "interruptible": False},
+    "evaluate_draft": {"requests.mem": "64Gi", "requests.gpu": "2", "accelerator": "nvidia-h100", "interruptible": False},
 }
 
 

@@ -30,8 +30,8 @@ def retrain(workplace: Path, tiny_target: Path, prompts: Path, monkeypatch: pyte
     def run(lengths: dict[str, float], heldout: int = 100, fails: bool = False, identical: bool = True, **blocks: Any) -> str:
         plain = benchmark.evaluate
 
-        def evaluate(*inputs: Any, watch: Any) -> dict[str, Any]:
-            figures = plain(*inputs, watch=watch)
+        def evaluate(*inputs: Any, **how: Any) -> dict[str, Any]:
+            figures = plain(*inputs, **how)
             length = lengths["current" if "promoted/drafts" in inputs[1] else "new"]
             return {**figures, "acceptance_length": length, "outputs_identical": identical}
 

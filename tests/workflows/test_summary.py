@@ -94,6 +94,12 @@ def test_what_lies_here_is_served_from_where_it_lies(tmp_path: Path) -> None:
     assert "org/model" not in "".join(lines.values())
 
 
+def test_a_split_target_is_served_on_as_many_gpus(tmp_path: Path) -> None:
+    lines = summary.serve_lines("target", "draft", ("", ""), ENGINE, EVALUATE, 4)
+    assert "--max-model-len 64 --tensor-parallel-size 4 --no-enable" in lines["HTTP server"]
+    assert "vllm.LLM(model='target', tensor_parallel_size=4, dtype" in lines["Python"]
+
+
 @pytest.mark.parametrize("name", ["draft", "it's"])
 def test_the_line_that_fetches_copies_a_directory_as_it_is_into_another(tmp_path: Path, name: str) -> None:
     source = tmp_path / name

@@ -1,6 +1,8 @@
 """What a user reads of a recipe that is wrong, and how soon: the last words name the key and what came."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,17 @@ def test_a_length_beyond_the_targets_positions_is_refused_before_its_weights_are
     assert "engine.max_model_len must not exceed the target's 256 positions, got 257; lower it" in said
     assert not journal.entries()
     assert not list(store.root().glob("*"))
+
+
+def test_an_architecture_that_no_draft_fits_is_refused_before_its_weights_are_fetched(
+    workplace: Path, tiny_target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(tiny_target, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text()) | {"model_type": "gemma3"}
+    (other / "config.json").write_text(json.dumps(config))
+    said = words(pyflyte_run(write_recipe(workplace / "recipe.yaml", other, prompts)))
+    assert "tiny/bytes is a 'gemma3' model; drafts can be trained for llama" in said
+    assert not journal.entries()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from flytekit import Cache, dynamic, task
 from flytekit.types.file import FlyteFile
 
 import images
-from eagle3.config import EngineConfig, EvaluateConfig
+from eagle3.config import EngineConfig, EvaluateConfig, FanOutConfig
 from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import DraftExport, EvaluationReport, Target, TokenShard
@@ -17,7 +17,7 @@ from workflows.stage import stage
 
 @task(
     container_image=images.GPU,
-    cache=Cache(version="1", ignored_inputs=("draft", "heldout", "target")),
+    cache=Cache(version="1", ignored_inputs=("draft", "heldout", "target", "tensor_parallel_size")),
     retries=3,
     interruptible=False,
     enable_deck=True,
@@ -34,13 +34,23 @@ def evaluate_draft(
     target_digest: str,
     engine: EngineConfig,
     evaluate: EvaluateConfig,
+    tensor_parallel_size: int,
 ) -> EvaluationReport:
     from eagle3.evaluation import benchmark
 
     path = store.new_dir("evaluate_draft") / "evaluation.json"
     target_dir, export_dir, heldout_path = target.directory.download(), draft.directory.download(), heldout.file.download()
     deck = JobDeck("evaluate")
-    figures = benchmark.evaluate(target_dir, export_dir, heldout_path, engine, evaluate, str(path), watch=deck.watch)
+    figures = benchmark.evaluate(
+        target_dir,
+        export_dir,
+        heldout_path,
+        engine,
+        evaluate,
+        str(path),
+        tensor_parallel_size=tensor_parallel_size,
+        watch=deck.watch,
+    )
     deck.finish(_figures(figures))
     return EvaluationReport(
         file=FlyteFile(str(path)),
@@ -74,10 +84,11 @@ def evaluate_draft_node(
     target_digest: str,
     engine: EngineConfig,
     evaluate: EvaluateConfig,
+    fanout: FanOutConfig,
     resources: ResourcesConfig,
 ) -> EvaluationReport:
     """evaluate_draft on the pod that the recipe asks for."""
-    node = evaluation_pod(resources).node(
+    node = evaluation_pod(fanout, resources).node(
         evaluate_draft,
         draft=draft,
         draft_digest=draft_digest,
@@ -87,5 +98,6 @@ def evaluate_draft_node(
         target_digest=target_digest,
         engine=engine,
         evaluate=evaluate,
+        tensor_parallel_size=fanout.tensor_parallel_size,
     )
     return cast(EvaluationReport, node)

@@ -78,13 +78,16 @@ def _resolve(
     from eagle3.export import check_public_name
     from eagle3.target.properties import check_max_model_len
     from eagle3.target.resolve import identify_target, read_config
+    from eagle3.target.weights import check_target_config
 
     check_lengths(data, engine, regenerate, evaluate)
     public_name = target.public_name or target.name
     check_public_name(public_name)
     store.share_credentials()
     ref = TargetRef(*identify_target(target))
-    check_max_model_len(engine.max_model_len, read_config(target.model_copy(update={"revision": ref.revision})))
+    if config := read_config(target.model_copy(update={"revision": ref.revision})):
+        check_target_config(config, ref.name)
+        check_max_model_len(engine.max_model_len, config)
     init_from, init_digest = resolve_initial(train.init_from, train.init_revision) if train.init_from else ("", "")
     return ResolvedInputs(
         prompts_digest=store.file_digest(prompts.download()) if prompts else "",

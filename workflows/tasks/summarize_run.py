@@ -87,7 +87,9 @@ def summarize_run(
         "versions": {"summary": summary.versions(), "capture": _capture_versions(states)},
         "settings": summary.settings(blocks),
         "digests": {"prompts": found.prompts_digest, "heldout": found.heldout_digest, "sources": found.source_versions} | digests,
-        "serve": summary.serve_lines(target_dir, export_dir, hub_target(target, model), engine, evaluate),
+        "serve": summary.serve_lines(
+            target_dir, export_dir, hub_target(target, model), engine, evaluate, fanout.tensor_parallel_size
+        ),
     }
     with fsspec.open(f"{draft_dir}/metrics.jsonl", "rt") as file:
         metrics = file.read().splitlines()
