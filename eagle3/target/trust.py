@@ -1,7 +1,9 @@
 """A fetched target is data: nothing in it is executed, and nothing in it names a file elsewhere.
 
 Loaders run a model's own Python code where its JSON files ask for that (`auto_map`) and somebody agrees. Here nobody does: no
-code is fetched (resolve.FILE_PATTERNS), `auto_map` is taken out of our copy, and what then cannot be loaded is refused.
+code is fetched (resolve.FILE_PATTERNS), `auto_map` is taken out of our copy, and what then cannot be loaded is refused. There is
+no switch, since it would admit no further target: supported architectures need no code but vLLM's and transformers', and a
+tokenizer must be a fast one (data/chat.py), which tokenizer.json describes.
 """
 
 import json
