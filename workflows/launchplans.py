@@ -1,6 +1,7 @@
 """Retraining by the clock: two launch plans, made where their places are named; a schedule runs once it is activated.
 
     export EAGLE3_TRAFFIC=s3://bucket/traffic.jsonl EAGLE3_HELDOUT=… EAGLE3_PROMOTED=… EAGLE3_OWNERS=a@example.com,b@example.com
+    export EAGLE3_RECIPE=runs/mine.yaml    (target, machines and settings; without it Qwen3-8B on H200s)
     pyflyte register --copy all --activate-launchplans workflows    (with another --version when only the places changed)
 
 Everything here is read when the plans are registered; pods read none of it.
@@ -20,15 +21,17 @@ from eagle3.config import PromoteConfig
 from workflows.recipe import Recipe
 from workflows.retrain_eagle3 import retrain_eagle3
 
-RECIPE = Path(__file__).parent / "recipes" / "qwen3_8b_h200.yaml"
+SHIPPED = Path(__file__).parent / "recipes" / "qwen3_8b_h200.yaml"
+RECIPE = Path(os.environ.get("EAGLE3_RECIPE", "").strip() or SHIPPED)
 # What changes from night to night lies behind one name. Rows that did not change are answered and captured once; training goes on
 # from the promoted draft, so it runs every night.
 PLACES = ("EAGLE3_TRAFFIC", "EAGLE3_HELDOUT", "EAGLE3_PROMOTED", "EAGLE3_OWNERS")
 TRAFFIC, HELDOUT, PROMOTED, owners = (os.environ.get(name, "").strip() for name in PLACES)
 OWNERS = [name.strip() for name in owners.split(",") if name.strip()]
 EVERY_NIGHT = "0 2 * * *"  # UTC
-# A fifth of the recipe's: training goes on from a trained draft. Not measured.
-TRAIN = {"learning_rate": 2.0e-5}
+# Share of the recipe's learning rates: training goes on from a trained draft. Not measured.
+RATE_SHARE = 0.2
+RATES = ("learning_rate", "muon_learning_rate")
 # Drafts are promoted only where text with and without them is the same (promote.identical_text), which bfloat16's rounding does
 # not keep; that float32 keeps it was seen on CPUs only.
 EVALUATE = {"dtype": "float32"}
@@ -42,10 +45,20 @@ ENDED = [
 
 
 def inputs_of(recipe: Path) -> dict[str, Any]:
-    """All of a recipe's keys as a launch plan wants them, with the places above for its prompts."""
+    """All of a recipe's keys as a launch plan wants them, with the places above for its prompts.
+
+    Raises:
+        ValueError: if it is not a recipe.
+    """
     kinds = get_type_hints(Recipe)
+    if not recipe.is_file():
+        raise ValueError(f"EAGLE3_RECIPE must be the path of a recipe, got {recipe}, which is no file; correct it or unset it")
     blocks = yaml.safe_load(recipe.read_text()) | {"prompts": TRAFFIC, "heldout": HELDOUT, "run_name": "nightly"}
-    for name, changes in (("train", TRAIN), ("evaluate", EVALUATE)):
+    if unknown := sorted(blocks.keys() - kinds.keys()):
+        raise ValueError(f"{recipe} must have keys of a recipe only ({', '.join(kinds)}), got {', '.join(unknown)}; remove them")
+    train = kinds["train"](**blocks.get("train", {}))
+    rates = {name: getattr(train, name) * RATE_SHARE for name in RATES}
+    for name, changes in (("train", rates), ("evaluate", EVALUATE)):
         blocks[name] = blocks.get(name, {}) | changes
     files = {name: FlyteFile(blocks.pop(name)) for name in ("prompts", "heldout")}
     settings = {name: value if isinstance(value, str) else kinds[name](**value) for name, value in blocks.items()}

@@ -2,7 +2,9 @@
 
 What is real: the command line and its uploads, the compiled workflow, every container command, flytekit in the pods, cache keys
 from the literals that really pass. What stands in: Propeller (propeller.py), S3 by moto (object_store.py), and pods, which are
-processes in empty directories of this machine (pods.py). There is no authentication, no schedule, no console.
+processes in empty directories of this machine (pods.py). As in Admin nothing that is registered is ever replaced: another task,
+workflow or launch plan under the same id is refused. There is no authentication, no schedule, no console; what an execution is
+given is not held against its launch plan's inputs.
 """
 
 import base64
@@ -61,7 +63,7 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):  # type: ignore[misc]
         template = tasks_pb2.TaskTemplate()
         template.CopyFrom(request.spec.template)
         template.id.CopyFrom(request.id)
-        store_new(self.tasks, request.id, template, context)
+        store_new(self.tasks, request.id, template, "task", context)
         return task_pb2.TaskCreateResponse()
 
     def GetTask(self, request: Any, context: Context) -> Any:
@@ -71,7 +73,7 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):  # type: ignore[misc]
         )
 
     def CreateWorkflow(self, request: Any, context: Context) -> Any:
-        store_new(self.workflows, request.id, request.spec, context)
+        store_new(self.workflows, request.id, request.spec, "workflow", context)
         return workflow_pb2.WorkflowCreateResponse()
 
     def GetWorkflow(self, request: Any, context: Context) -> Any:
@@ -89,7 +91,7 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):  # type: ignore[misc]
             expected_inputs=request.spec.default_inputs, expected_outputs=workflow.template.interface.outputs, created_at=now()
         )
         plan = launch_plan_pb2.LaunchPlan(id=request.id, spec=request.spec, closure=closure)
-        store_new(self.launch_plans, request.id, plan, context)
+        store_new(self.launch_plans, request.id, plan, "launch plan", context)
         return launch_plan_pb2.LaunchPlanCreateResponse()
 
     def GetLaunchPlan(self, request: Any, context: Context) -> Any:
@@ -139,7 +141,8 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):  # type: ignore[misc]
         name, closure = execution.id.name, execution.closure
         workflow = self.workflows[key_of(closure.workflow_id)].template
         try:
-            self.data[name] = inputs, self.propeller.run_workflow(name, workflow, dict(self.tasks), inputs)
+            outputs = self.propeller.run_workflow(name, workflow, dict(self.tasks), inputs, execution.spec.overwrite_cache)
+            self.data[name] = inputs, outputs
             closure.phase = WorkflowExecution.SUCCEEDED
         except Exception as e:
             message = str(e) if isinstance(e, NodeFailed) else traceback.format_exc()
@@ -167,11 +170,27 @@ def find(entities: dict[Key, Any], identifier: Id, context: Context) -> Any:
     return entities.get(key_of(identifier)) or miss(context, f"{identifier} is not registered")
 
 
-def store_new(entities: dict[Key, Any], identifier: Id, entity: Any, context: Context) -> None:
-    """Register once; pyflyte knows that the same version may be there already."""
-    if key_of(identifier) in entities:
-        context.abort(grpc.StatusCode.ALREADY_EXISTS, f"{identifier} is registered")
-    entities[key_of(identifier)] = entity
+def store_new(entities: dict[Key, Any], identifier: Id, entity: Any, kind: str, context: Context) -> None:
+    """Register once. pyflyte takes it well that the same is there already, and gives up where something else is."""
+    known = entities.setdefault(key_of(identifier), entity)
+    if known is entity:
+        return
+    if structure_of(known) == structure_of(entity):
+        context.abort(grpc.StatusCode.ALREADY_EXISTS, f"{kind} with identical structure already exists")
+    context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{identifier.name} {kind} with different structure already exists")
+
+
+def structure_of(entity: Any) -> bytes:
+    """What was asked for, as bytes. The ids of upstream nodes are sorted: flytekit takes them from a set."""
+    if isinstance(entity, launch_plan_pb2.LaunchPlan):
+        entity = entity.spec
+    if isinstance(entity, workflow_pb2.WorkflowSpec):
+        unsorted, entity = entity, workflow_pb2.WorkflowSpec()
+        entity.CopyFrom(unsorted)
+        for node in entity.template.nodes:
+            node.upstream_node_ids.sort()
+    structure: bytes = entity.SerializeToString(deterministic=True)
+    return structure
 
 
 class DataProxy(dataproxy_pb2_grpc.DataProxyServiceServicer):  # type: ignore[misc]

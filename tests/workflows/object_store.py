@@ -27,6 +27,8 @@ class ObjectStore:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self.puts: list[str] = []
         self.on_put: Callable[[str], None] = lambda key: None
+        # moto moves in an object's file for its ETag without its own lock: whoever reads then gets a part of the object.
+        self._one_at_a_time = threading.Lock()
         self._serve_s3 = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=MotoRequestHandler)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -39,10 +41,13 @@ class ObjectStore:
             region_name=REGION,
             config=Config(signature_version="s3v4"),  # an older signature would cover headers that the uploader adds
         )
+        buckets = [bucket["Name"] for bucket in self.s3.list_buckets()["Buckets"]]
+        assert BUCKET not in buckets, "every server in this process shows the same buckets: close the other store first"
         self.s3.create_bucket(Bucket=BUCKET)
 
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        answer: Iterable[bytes] = self._serve_s3(environ, start_response)
+        with self._one_at_a_time:
+            answer: Iterable[bytes] = self._serve_s3(environ, start_response)
         bucket, _, key = environ["PATH_INFO"].lstrip("/").partition("/")
         if environ["REQUEST_METHOD"] == "PUT" and bucket == BUCKET and key:
             self.puts.append(key)
@@ -55,7 +60,8 @@ class ObjectStore:
         return sorted(item["Key"] for page in pages for item in page.get("Contents", []) if part in item["Key"])
 
     def read(self, key: str) -> bytes | None:
-        """What an object holds; None if there is none."""
+        """What an object holds, by its key or URL; None if there is none."""
+        key = key.removeprefix(f"s3://{BUCKET}/")
         try:
             return bytes(self.s3.get_object(Bucket=BUCKET, Key=key)["Body"].read())
         except self.s3.exceptions.NoSuchKey:
@@ -66,8 +72,13 @@ class ObjectStore:
         content = self.read(key)
         return None if content is None else kind.FromString(content)
 
+    def write(self, key: str, content: bytes) -> str:
+        """Store an object; returns its URL."""
+        self.s3.put_object(Bucket=BUCKET, Key=key, Body=content)
+        return f"s3://{BUCKET}/{key}"
+
     def write_message(self, key: str, message: Message) -> None:
-        self.s3.put_object(Bucket=BUCKET, Key=key, Body=message.SerializeToString())
+        self.write(key, message.SerializeToString())
 
     def delete(self, part: str) -> None:
         """Delete every object whose key contains `part`."""
@@ -84,7 +95,7 @@ class ObjectStore:
         }
 
     def close(self) -> None:
-        """Empty the bucket, since every server in this process shows the same ones, and stop."""
+        """Remove the bucket, for the next store in this process, and stop."""
         self.delete("")
         self.s3.delete_bucket(Bucket=BUCKET)
         self._server.shutdown()

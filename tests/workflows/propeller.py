@@ -3,7 +3,11 @@
 Nodes that run a task, the nodes of `@dynamic` tasks and map (array) nodes: what this project compiles to. What Propeller says of
 failures holds here: an error is tried again if it is recoverable, as often as the task or its node asks; a killed pod up to
 SYSTEM_RETRIES times, which count apart; nothing new starts behind a failed node. A map node's success ratio that is set to 0.0 is
-0, not unset. Conditionals, sub-workflows and gates raise NotImplementedError.
+0, not unset. An execution that overwrites the cache looks nothing up in it and writes to it.
+
+What it does not do: conditionals, sub-workflows and gates raise NotImplementedError. It takes no notice of time-outs, failure
+nodes and policies, interruptible nodes, cache reservations, and of settings of an execution but `overwrite_cache`. Resources
+and the name of a PodTemplate are journalled and give a pod nothing; accelerators and shared memory are not looked at.
 """
 
 import hashlib
@@ -11,7 +15,7 @@ import itertools
 import math
 from collections import Counter
 from concurrent import futures
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bindings import Literals, bind_all, cache_key, collection, upstream
 from flyteidl.core import dynamic_job_pb2, errors_pb2, execution_pb2, identifier_pb2, literals_pb2, tasks_pb2, workflow_pb2
@@ -34,7 +38,8 @@ class Entry:
     """One line of the journal.
 
     state: OK, CACHE_HIT, ATTEMPT_<n> for a failed attempt, FAILED after the last. resources: what the pod asks for.
-    retries: recoverable errors that are tried again. detail: error code and message.
+    pod_template: name of the PodTemplate that the task names, "" for none. retries: recoverable errors that are tried again.
+    detail: error code and message.
     """
 
     execution: str
@@ -42,6 +47,7 @@ class Entry:
     task: str
     state: str
     resources: dict[str, str] = field(default_factory=dict)
+    pod_template: str = ""
     retries: int = 0
     detail: str = ""
 
@@ -67,15 +73,26 @@ class Propeller:
         self.store, self.pods = store, pods
         self.journal: list[Entry] = []
         self.cache: dict[tuple[str, str, str], Literals] = {}
+        self._overwriting: set[str] = set()
 
     def run_workflow(
-        self, execution: str, workflow: workflow_pb2.WorkflowTemplate, tasks: dict[Key, tasks_pb2.TaskTemplate], inputs: Literals
+        self,
+        execution: str,
+        workflow: workflow_pb2.WorkflowTemplate,
+        tasks: dict[Key, tasks_pb2.TaskTemplate],
+        inputs: Literals,
+        overwrite_cache: bool,
     ) -> Literals:
         """Run to the end; returns the outputs.
+
+        Args:
+            overwrite_cache: run what is in the cache too, and put its new outputs there.
 
         Raises:
             NodeFailed: in the words of the first task that failed for good.
         """
+        if overwrite_cache:
+            self._overwriting.add(execution)
         return self._run_graph(execution, "", list(workflow.nodes), list(workflow.outputs), tasks, inputs)
 
     def _run_graph(
@@ -123,7 +140,7 @@ class Propeller:
 
         def run_element(i: int) -> Literals | NodeFailed:
             own = {k: v if k in shared else v.collection.literals[i] for k, v in inputs.items()}
-            element = TaskRun(execution, f"{name}-n{i}", whole.task, inputs, own, whole.resources, whole.retries, index=i)
+            element = replace(whole, node=f"{name}-n{i}", keyed_inputs=own, index=i)
             try:
                 return self._run_task(element, tasks)
             except NodeFailed as e:
@@ -141,7 +158,7 @@ class Propeller:
 
     def _run_task(self, run: TaskRun, tasks: dict[Key, tasks_pb2.TaskTemplate]) -> Literals:
         key = cache_key(run.task, run.keyed_inputs)
-        if key and key in self.cache:
+        if key and key in self.cache and run.execution not in self._overwriting:
             self._note(run, "CACHE_HIT")
             return self.cache[key]
         try:
@@ -198,8 +215,8 @@ class Propeller:
         )
 
     def _note(self, run: TaskRun, state: str, detail: str = "") -> None:
-        name = task_name(run.task)
-        self.journal.append(Entry(run.execution, run.node, name, state, run.resources, run.retries, detail))
+        name, template = task_name(run.task), run.task.metadata.pod_template_name
+        self.journal.append(Entry(run.execution, run.node, name, state, run.resources, template, run.retries, detail))
 
 
 def key_of(identifier: identifier_pb2.Identifier) -> Key:

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import yaml
 from click.testing import CliRunner, Result
 from control_plane import ControlPlane
 from flyte_runs import ROOT, write_prompts, write_recipe
-from flyteidl.core.literals_pb2 import LiteralMap
+from flyteidl.core.literals_pb2 import Literal, LiteralMap
 from flytekit.clis.sdk_in_container.pyflyte import main
 from flytekit.types.file import FlyteFile
 from pods import Pod
@@ -62,8 +63,17 @@ class Run:
         attempt = sum(entry.task == task and entry.state.startswith("ATTEMPT") for entry in self.entries)
         outputs = self.plane.store.read_message(f"{self.place_of(task)}/{attempt}/outputs.pb", LiteralMap)
         assert outputs is not None
-        made: dict[str, Any] = msgpack.loads(outputs.literals["o0"].scalar.binary.value)
-        return made
+        return as_dict(outputs.literals["o0"])
+
+    def result_literal(self) -> Literal:
+        """What the workflow handed back."""
+        return self.plane.admin.data[self.entries[0].execution][1]["o0"]
+
+
+def as_dict(dataclass_literal: Literal) -> dict[str, Any]:
+    """The fields of a dataclass that passed between nodes."""
+    fields: dict[str, Any] = msgpack.loads(dataclass_literal.scalar.binary.value)
+    return fields
 
 
 class Cluster:
@@ -72,15 +82,16 @@ class Cluster:
     def __init__(self, plane: ControlPlane, workplace: Path, target: Path) -> None:
         self.plane, self.workplace, self.target = plane, workplace, target
 
+    def prompts(self, num_prompts: int = 8) -> Path:
+        return write_prompts(self.workplace / f"prompts{num_prompts}.jsonl", 0, num_prompts)
+
     def recipe(self, num_prompts: int = 8, **blocks: dict[str, Any]) -> Path:
-        prompts = write_prompts(self.workplace / f"prompts{num_prompts}.jsonl", 0, num_prompts)
         merged = {name: SETTINGS.get(name, {}) | blocks.get(name, {}) for name in SETTINGS.keys() | blocks}
-        return write_recipe(self.workplace / "recipe.yaml", self.target, prompts, **merged)
+        return write_recipe(self.workplace / "recipe.yaml", self.target, self.prompts(num_prompts), **merged)
 
     def run(self, num_prompts: int = 8, **blocks: dict[str, Any]) -> Run:
-        """`pyflyte run --remote` the chain, and wait for its end."""
-        inputs = ["train_eagle3", "--inputs-file", str(self.recipe(num_prompts, **blocks))]
-        return self.pyflyte_run(str(ROOT / "workflows/train_eagle3.py"), *inputs)
+        """Run the whole chain."""
+        return self.run_workflow("train_eagle3", self.recipe(num_prompts, **blocks))
 
     def inputs(self) -> dict[str, Any]:
         """The recipe's values in the types of a workflow's inputs, without the run's name."""
@@ -97,9 +108,16 @@ class Cluster:
         for key in [key for key in cache if key[0].rsplit(".", 1)[-1] in tasks]:
             del cache[key]
 
-    def pyflyte_run(self, *what: str) -> Run:
+    def run_workflow(
+        self, workflow: str, recipe: Path, *more: str, file: str = "train_eagle3.py", options: Sequence[str] = ()
+    ) -> Run:
+        """`pyflyte run --remote` a workflow on a recipe and more inputs. options: of `pyflyte run` itself."""
+        return self.pyflyte_run(str(ROOT / "workflows" / file), workflow, "--inputs-file", str(recipe), *more, options=options)
+
+    def pyflyte_run(self, *what: str, options: Sequence[str] = ()) -> Run:
+        """`pyflyte run --remote` anything, and wait for its end."""
         before, puts = len(self.plane.journal), len(self.plane.store.puts)
-        how = ["--remote", "--copy", "all", "--wait", "--poll-interval", "1"]
+        how = ["--remote", "--copy", "all", "--wait", "--poll-interval", "1", *options]
         result = CliRunner().invoke(main, ["run", *how, *what])
         return Run(result, self.plane.journal[before:], self.plane.store.puts[puts:], self.plane)
 

@@ -4,29 +4,14 @@ The cluster is a stand-in inside this process (control_plane.py); every task run
 its own, with the code that pyflyte uploaded. The target is named by its path: pods are processes of this machine and can read it.
 """
 
-import os
 import re
-import subprocess
-import sys
-import tarfile
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-from control_plane import control_plane
-from flyte_runs import ROOT, pyflyte_run
-from flyteidl.core.workflow_pb2 import ArrayNode
-from flytekit import LaunchPlan
-from flytekit.clis.sdk_in_container.pyflyte import main
-from flytekit.configuration import Config
-from flytekit.remote import FlyteRemote
+from flyte_runs import pyflyte_run
 from pods import Pod
-from propeller import SYSTEM_RETRIES, needed_successes
+from propeller import SYSTEM_RETRIES
 from remote_runs import Accidents, Cluster, Run, succeeded
-
-from workflows.prepare_data import prepare_shards
 
 pytestmark = [pytest.mark.remote, pytest.mark.slow]
 
@@ -51,20 +36,6 @@ PER_SHARD = {"regenerate_shard", "extract_shard"}
 AFTER_EXTRACTION = {"train_draft", "export_draft", "evaluate_draft"}
 
 
-@pytest.fixture(scope="module")
-def cluster(workplace: Path, tiny_target: Path) -> Iterator[Cluster]:
-    with control_plane() as plane, pytest.MonkeyPatch.context() as patch:
-        for name, value in plane.environment.items():
-            patch.setenv(name, value)
-        patch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")  # no image is looked for or built
-        yield Cluster(plane, workplace, tiny_target)
-
-
-@pytest.fixture(scope="module")
-def first(cluster: Cluster) -> Run:
-    return succeeded(cluster.run())
-
-
 def test_a_first_run_makes_everything(first: Run) -> None:
     assert first.tasks("OK") == UNCACHED + Counter(CACHED) + Counter(dict.fromkeys(PER_SHARD, 2))
     assert {entry.state for entry in first.entries} == {"OK"}
@@ -87,18 +58,6 @@ def test_appended_prompts_are_answered_and_extracted_in_new_shards_only(cluster:
     for task in PER_SHARD:
         assert Counter(map(tuple, appended.states_of(task))) == {("CACHE_HIT",): 2, ("OK",): 1}
     assert appended.tasks("OK")["fetch_target"] == 0
-
-
-def test_a_target_in_the_clusters_store_is_read_by_its_pods(cluster: Cluster, first: Run) -> None:
-    for file in cluster.target.iterdir():
-        cluster.plane.store.s3.upload_file(str(file), "flyte", f"models/tiny/{file.name}")
-    recipe = cluster.recipe(target={"name": "s3://flyte/models/tiny", "public_name": "tiny/bytes"})
-    inputs = ["until_regenerate", "--inputs-file", str(recipe)]
-    answered = succeeded(cluster.pyflyte_run(str(ROOT / "workflows/train_eagle3.py"), *inputs))
-    assert answered.tasks("OK")["fetch_target"] == 1
-    shards = answered.output("list_token_shards")["shards"]
-    assert [shard["rows"] for shard in shards] == [4, 4]
-    assert all(shard["supervised_tokens"] for shard in shards)
 
 
 def test_the_same_inputs_give_the_same_draft_here_and_in_the_cluster(
@@ -168,11 +127,6 @@ def test_a_wrong_setting_fails_at_once_in_its_own_words(cluster: Cluster, first:
     assert message in " ".join(wrong.result.output.split())
 
 
-def test_a_success_ratio_of_zero_asks_for_nothing_and_none_for_all() -> None:
-    needed = [needed_successes(ArrayNode(**how), 3) for how in ({"min_success_ratio": 0.0}, {"min_success_ratio": 0.5}, {})]
-    assert needed == [0, 2, 3]
-
-
 def test_training_goes_on_without_a_shard_that_fails_for_good(cluster: Cluster, first: Run) -> None:
     def kill_second(pod: Pod) -> None:
         if pod.task == "extract_shard" and pod.attempt.node.startswith("n5-dn1"):
@@ -185,46 +139,3 @@ def test_training_goes_on_without_a_shard_that_fails_for_good(cluster: Cluster, 
     assert {(entry.retries, entry.resources["gpu"]) for entry in run.entries if entry.task == "extract_shard"} == {(3, "2")}
     assert len(run.output("gather_hidden_states")["shards"]) == 1
     assert run.tasks("OK")["train_draft"] == 1
-
-
-def pyflyte(*arguments: str) -> None:
-    """In a process of its own: flytekit keeps what earlier runs here have compiled, and would compile it again from that."""
-    program = "from flytekit.clis.sdk_in_container.pyflyte import main; main()"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_registered_launch_plan_runs_and_shares_the_cache(
-    cluster: Cluster, first: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    places = {
-        "TRAFFIC": "s3://b/traffic.jsonl",
-        "HELDOUT": "s3://b/heldout.jsonl",
-        "PROMOTED": "s3://b/drafts",
-        "OWNERS": "a@x.org",
-    }
-    for name, value in places.items():
-        monkeypatch.setenv(f"EAGLE3_{name}", value)
-    pyflyte("register", "--copy", "all", "--version", "v1", str(ROOT / "workflows"))
-    plan = LaunchPlan.create("nightly", prepare_shards, default_inputs={"run_name": "nightly"}, fixed_inputs=cluster.inputs())
-    FlyteRemote(Config.auto(), "flytesnacks", "development").register_launch_plan(plan, version="v1")
-    activated = CliRunner().invoke(main, ["launchplan", "--activate", "nightly", "v1"])
-    assert activated.exit_code == 0, (activated.output, activated.exception)
-    asked = cluster.pyflyte_run("remote-launchplan", "retraining", "--help").result
-    assert asked.exit_code == 0, (asked.output, asked.exception)
-    assert all(name in asked.output for name in ("--prompts", "--heldout", "--run_name"))
-    run = succeeded(cluster.pyflyte_run("remote-launchplan", "nightly", "--run_name", "tonight"))
-    assert run.tasks("OK") == Counter(
-        {"resolve_inputs": 1, "fetch_tokenizer": 1, "prepare_data_node": 1, "report_data": 1, "show_data": 1}
-    )
-    assert run.tasks("CACHE_HIT") == Counter({"prepare_data": 1})
-
-
-def test_everything_packages_without_a_cluster(workplace: Path) -> None:
-    pyflyte("--pkgs", "workflows", "package", "--source", str(ROOT), "--output", str(workplace / "package.tgz"), "--force")
-    with tarfile.open(workplace / "package.tgz") as package:
-        names = " ".join(package.getnames())
-    assert "train_eagle3" in names

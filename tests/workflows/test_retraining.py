@@ -13,7 +13,7 @@ from flyte_runs import ROOT, pod, pyflyte_run, write_prompts, write_recipe
 from flyteidl.admin.launch_plan_pb2 import LaunchPlan
 
 from eagle3.config import PromoteConfig, TrainConfig
-from workflows import journal
+from workflows import journal, launchplans
 from workflows.tasks.promote_draft import find_current_draft
 
 
@@ -112,6 +112,36 @@ def test_the_launch_plans_are_packaged_with_schedule_inputs_and_notifications(tm
     assert b"s3://b/drafts" in fixed["promote"].scalar.binary.value
     # Nobody is asked for the rest.
     assert all(parameter.HasField("default") for parameter in nightly.default_inputs.parameters.values())
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch plans' places, which are read from the environment when the module is imported."""
+    for name in ("TRAFFIC", "HELDOUT", "PROMOTED"):
+        monkeypatch.setattr(launchplans, name, f"s3://b/{name.lower()}")
+
+
+@pytest.mark.usefixtures("places")
+def test_plans_take_a_recipe_and_a_fifth_of_its_learning_rates(tmp_path: Path) -> None:
+    recipe = write_recipe(
+        tmp_path / "own.yaml", tmp_path, tmp_path / "p.jsonl", train={"learning_rate": 5e-3, "optimizer": "muon"}
+    )
+    inputs = launchplans.inputs_of(recipe)
+    train = inputs["train"]
+    assert (train.learning_rate, train.muon_learning_rate, train.pack_tokens) == pytest.approx((1e-3, 4e-3, 128))
+    assert (inputs["target"].public_name, inputs["vocab"].size, inputs["run_name"]) == ("tiny/bytes", 64, "nightly")
+    assert [str(inputs[name].path) for name in ("prompts", "heldout")] == ["s3://b/traffic", "s3://b/heldout"]
+    assert inputs["promote"].place == "s3://b/promoted"
+    assert launchplans.inputs_of(launchplans.SHIPPED)["train"].learning_rate == pytest.approx(2e-5)
+
+
+@pytest.mark.usefixtures("places")
+def test_plans_refuse_what_is_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"EAGLE3_RECIPE must be the path of a recipe, got .*absent.yaml"):
+        launchplans.inputs_of(tmp_path / "absent.yaml")
+    (tmp_path / "other.yaml").write_text("targett: {name: x}\n")
+    with pytest.raises(ValueError, match="must have keys of a recipe only .*, got targett"):
+        launchplans.inputs_of(tmp_path / "other.yaml")
 
 
 def test_a_place_that_would_end_with_its_pod_is_refused_before_anything_starts(tmp_path: Path) -> None:

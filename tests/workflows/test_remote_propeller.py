@@ -1,0 +1,59 @@
+"""What the stand-in for Propeller itself decides, with pods that only count: cache, journal, successes of a map node."""
+
+from typing import Any
+
+import pytest
+from control_plane import ControlPlane
+from flyteidl.core.identifier_pb2 import Identifier
+from flyteidl.core.literals_pb2 import Binding, Literal, LiteralMap
+from flyteidl.core.tasks_pb2 import TaskTemplate
+from flyteidl.core.workflow_pb2 import ArrayNode, WorkflowTemplate
+from object_store import BUCKET, ObjectStore
+from pods import Attempt
+from propeller import Propeller, key_of, needed_successes
+
+pytestmark = pytest.mark.remote
+ID = Identifier(project="p", domain="d", name="workflows.tasks.count", version="v")
+
+
+class CountingPods:
+    """Every pod's output is how many there were before it."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store, self.started = store, 0
+
+    def run(self, attempt: Attempt) -> int:
+        made = Literal()
+        made.scalar.primitive.integer = self.started
+        self.started += 1
+        self.store.write_message(
+            f"{attempt.outputs.removeprefix(f's3://{BUCKET}/')}/outputs.pb", LiteralMap(literals={"o0": made})
+        )
+        return 0
+
+
+def run_counting(propeller: Propeller, execution: str, overwrite_cache: bool = False) -> int:
+    """Run a workflow of one cached task; returns its output."""
+    task = TaskTemplate(id=ID)
+    task.metadata.discoverable, task.metadata.discovery_version, task.metadata.pod_template_name = True, "1", "pool"
+    workflow = WorkflowTemplate()
+    workflow.nodes.add(id="n0").task_node.reference_id.CopyFrom(ID)
+    output = Binding(var="o0")
+    output.binding.promise.node_id, output.binding.promise.var = "n0", "o0"
+    workflow.outputs.append(output)
+    made = propeller.run_workflow(execution, workflow, {key_of(ID): task}, {}, overwrite_cache)
+    return int(made["o0"].scalar.primitive.integer)
+
+
+def test_an_execution_that_overwrites_the_cache_reads_nothing_there_and_writes_what_it_made(plane: ControlPlane) -> None:
+    pods: Any = CountingPods(plane.store)
+    propeller = Propeller(plane.store, pods)
+    made = [run_counting(propeller, f"count{i}", overwrite_cache=i == 2) for i in range(4)]
+    assert made == [0, 0, 1, 1]
+    assert [entry.state for entry in propeller.journal] == ["OK", "CACHE_HIT", "OK", "CACHE_HIT"]
+    assert {entry.pod_template for entry in propeller.journal} == {"pool"}
+
+
+def test_a_success_ratio_of_zero_asks_for_nothing_and_none_for_all() -> None:
+    needed = [needed_successes(ArrayNode(**how), 3) for how in ({"min_success_ratio": 0.0}, {"min_success_ratio": 0.5}, {})]
+    assert needed == [0, 2, 3]
