@@ -133,9 +133,17 @@ def test_training_goes_on_without_a_shard_that_fails_for_good(cluster: Cluster, 
             pod.kill()
 
     with cluster.plane.watching(on_start=kill_second):
-        run = succeeded(cluster.run(fanout={"min_success_ratio": 0.5, "tensor_parallel_size": 2}))
+        run = succeeded(
+            cluster.run(
+                fanout={"min_success_ratio": 0.5, "tensor_parallel_size": 2}, resources={"engine": {"pod_template": "gpu-pool"}}
+            )
+        )
     killed = [f"ATTEMPT_{i}" for i in range(1 + SYSTEM_RETRIES)]
     assert sorted(run.states_of("extract_shard")) == [[*killed, "FAILED"], ["OK"]]
-    assert {(entry.retries, entry.resources["gpu"]) for entry in run.entries if entry.task == "extract_shard"} == {(3, "2")}
+    asked = {
+        (e.retries, e.resources["gpu"], e.pod_template) for e in run.entries if e.task in ("extract_shard", "evaluate_draft")
+    }
+    assert asked == {(3, "2", "gpu-pool")}
+    assert {entry.pod_template for entry in run.entries if entry.task == "train_draft"} == {""}
     assert len(run.output("gather_hidden_states")["shards"]) == 1
     assert run.tasks("OK")["train_draft"] == 1
