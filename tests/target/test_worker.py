@@ -223,7 +223,8 @@ def test_an_interrupt_ends_a_long_job_at_once_and_the_next_call_works(target: tu
     timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):  # a job of minutes
+    # A job of minutes. Where flytekit is imported, its handler exits.
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
         generate(path, [[1]] * 20_000, ENGINE, temperature=0.0, top_p=1.0, max_new_tokens=60, seed=0)
     took = time.monotonic() - began
     timer.join()
