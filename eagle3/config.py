@@ -1,45 +1,17 @@
 """Settings: one frozen pydantic model per stage; a recipe is a YAML file with one block for each.
 
-A stage's settings are part of its cache key, those included that only change how fast or how often something happens. Validators
-run on every Flyte hop: they are cheap and touch no file.
+A stage's settings are part of its cache key, those included that only change how fast or how often something happens, except
+where a description says otherwise. What must hold between stages stands in config_checks.py. Validators run on every Flyte hop:
+they are cheap and touch no file.
 """
 
-from typing import Any, Literal, Self
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-# Of a wrong value, characters.
-MAX_SHOWN = 100
+from eagle3.stage_config import StageConfig
+
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-
-class StageConfig(BaseModel):
-    """Base of all stage settings: immutable, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    @classmethod
-    def model_validate_json(cls, *args: Any, **kwargs: Any) -> Self:
-        """As pydantic's, but what is wrong in a recipe is said by its keys: `pyflyte run` reads blocks by this, and ends with it.
-
-        Raises:
-            ValueError: each fault with its key, what must hold and what came.
-        """
-        try:
-            return super().model_validate_json(*args, **kwargs)
-        except ValidationError as e:
-            block = cls.__name__.removesuffix("Config").lower()
-            raise ValueError("; ".join(_fault(block, error) for error in e.errors())) from None
-
-
-def _fault(block: str, error: Any) -> str:
-    """One error of pydantic in a line. Our own validators say themselves what came, those of whole blocks the keys too."""
-    key = ".".join((block, *map(str, error["loc"])))
-    if error["type"] == "value_error":
-        return f"{key}: {error['ctx']['error']}" if error["loc"] else str(error["ctx"]["error"])
-    must = "no such setting, correct or remove it" if error["type"] == "extra_forbidden" else error["msg"]
-    came = repr(error["input"])
-    return f"{key}: {must}, got {came if len(came) <= MAX_SHOWN else came[:MAX_SHOWN] + '…'}"
 
 
 class TargetConfig(StageConfig):
@@ -337,32 +309,3 @@ class PromoteConfig(StageConfig):
     warm_start: bool = Field(
         default=True, description="train from the promoted draft, where there is one; false: as train.init_from says"
     )
-
-
-def check_sampled_sources(regenerate: RegenerateConfig, names: list[str]) -> None:
-    """Refuse sampling settings of a source that there is not."""
-    if unknown := sorted(regenerate.sources.keys() - set(names)):
-        raise ValueError(
-            f"regenerate.sources must name sources of this run ({', '.join(names)}), got {', '.join(unknown)}; correct the names"
-        )
-
-
-def check_lengths(data: DataConfig, engine: EngineConfig, regenerate: RegenerateConfig, evaluate: EvaluateConfig) -> None:
-    """Refuse settings under which a prompt that prepare lets through would not fit a later stage.
-
-    Raises:
-        ValueError: names the settings, their sum and the remedy.
-    """
-    # Speculation looks up to 2k tokens past an answer's end; nearer to the limit its rounds get fewer guesses.
-    overhang = 2 * evaluate.num_speculative_tokens
-    prompt = data.max_prompt_tokens
-    needed = {"data.max_prompt_tokens + evaluate.max_new_tokens + 2k": prompt + evaluate.max_new_tokens + overhang}
-    if regenerate.enabled:
-        needed["data.max_prompt_tokens + regenerate.max_new_tokens"] = prompt + regenerate.longest_answer
-    if not regenerate.enabled or not all(source.regenerate for source in data.sources):
-        needed["data.max_tokens"] = data.max_tokens
-    for names, tokens in needed.items():
-        if tokens > engine.max_model_len:
-            raise ValueError(
-                f"{names} must not exceed engine.max_model_len {engine.max_model_len}, got {tokens}; raise it or lower the others"
-            )

@@ -18,8 +18,8 @@ from eagle3.config import (
     RegenerateConfig,
     TrainConfig,
     VocabConfig,
-    check_lengths,
 )
+from eagle3.config_checks import check_lengths
 from eagle3.draft.model import DraftConfig
 from eagle3.draft.speculators import expected_shapes
 from eagle3.estimates import (

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 
-from eagle3.config import StageConfig
+from eagle3.stage_config import StageConfig
 
 # Names as in flytekit.extras.accelerators.
 AcceleratorName = Literal["H200", "H100", "A100", "A100_80GB", "RTX_PRO_6000", "L40S", "L4", "A10G", "V100", "T4"]

@@ -12,11 +12,10 @@ from eagle3.config import (
     RegenerateConfig,
     SamplingConfig,
     SourceConfig,
-    StageConfig,
     TrainConfig,
-    check_lengths,
-    check_sampled_sources,
 )
+from eagle3.config_checks import check_lengths, check_sampled_sources
+from eagle3.stage_config import StageConfig
 
 ENGINE = EngineConfig(max_model_len=100)
 

@@ -5,7 +5,8 @@
                          \\> extract_hidden_states /
 
 Every stage is cached by the content of what it reads (`*_digest`, `source_versions`) and its own settings; replicas and places
-are in no key. So a workflow that stops early, or starts from what exists, shares its entries with all others.
+are in no key (but that of prepare_heldout, the work of seconds). So a workflow that stops early, or starts from what exists,
+shares its entries with all others.
 """
 
 from dataclasses import dataclass

@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 from flytekit import Deck
 
-from eagle3.config import EngineConfig, EvaluateConfig, StageConfig
+from eagle3.config import EngineConfig, EvaluateConfig
+from eagle3.stage_config import StageConfig
 from workflows import store
 from workflows.journal import Entry
 

@@ -8,10 +8,10 @@ import pytest
 import yaml
 from flyte_runs import ROOT, pyflyte_run, write_prompts, write_recipe
 
-from eagle3.config import StageConfig
 from eagle3.estimates import Workload
 from eagle3.plan import PodDisks, RunSettings, check_settings, make_plan
 from eagle3.resources import quantity_bytes
+from eagle3.stage_config import StageConfig
 from tests.configs import GPT_OSS_20B, LLAMA31_8B, QWEN3_8B, QWEN3_30B_A3B
 from workflows import journal
 from workflows.resources import DATA, ENGINE, TRAINER

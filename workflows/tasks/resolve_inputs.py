@@ -15,9 +15,8 @@ from eagle3.config import (
     RegenerateConfig,
     TargetConfig,
     TrainConfig,
-    check_lengths,
-    check_sampled_sources,
 )
+from eagle3.config_checks import check_lengths, check_sampled_sources
 from workflows import journal, store
 from workflows.interfaces import ResolvedInputs, TargetRef
 from workflows.resources import HUB, LIGHT
