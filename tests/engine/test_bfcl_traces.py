@@ -15,6 +15,7 @@ from eagle3.config import DataConfig, EngineConfig, FanOutConfig, RegenerateConf
 from eagle3.data.chat import load_chat_tokenizer
 from eagle3.data.regenerate import accounts_text
 from eagle3.data.script import Script
+from eagle3.data.sources import without_places
 from eagle3.resources import ResourcesConfig
 from eagle3.shards import TokenRow, read_token_shard
 from eagle3.target import engine as target_engine
@@ -80,7 +81,8 @@ def data(target: Target) -> PreparedData:
         heldout_digest="h",
         target=target,
         target_digest=target.digest,
-        data=cfg,
+        given=cfg,
+        data=without_places(cfg),
         regenerate=True,
     )
     return prepared
