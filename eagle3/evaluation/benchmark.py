@@ -8,6 +8,7 @@ engine's own rounds and accepted counts (exactly so in float32).
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,18 @@ from eagle3.target.properties import end_of_turn_ids
 from eagle3.target.weights import load_target_tensors
 
 EXACT_ENCODING: dict[str, Literal["fp32", "bf16", "fp16"]] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is measured, and how the target runs; the fields are evaluate's arguments."""
+
+    target_dir: str
+    export_dir: str
+    engine: EngineConfig
+    cfg: EvaluateConfig
+    tensor_parallel_size: int
+    watch: Callable[[str], Watch]
 
 
 def evaluate(
@@ -61,10 +74,11 @@ def evaluate(
     """
     rows = read_token_shard(heldout_path)
     _check_room(heldout_path, rows, engine, cfg)
-    plain, drafted = _answer_twice(target_dir, export_dir, rows, engine, cfg, tensor_parallel_size, watch)
+    job = Job(target_dir, export_dir, engine, cfg, tensor_parallel_size, watch)
+    plain, drafted = _answer_twice(job, rows)
     written, end_ids = [a.token_ids for a in plain.answers], end_of_turn_ids(target_dir)
     lengths = [answer_length(ids, end_ids, cfg.max_new_tokens) for ids in written]
-    predicted = predict_acceptance(target_dir, export_dir, rows, written, lengths, engine, cfg, tensor_parallel_size, watch)
+    predicted = _predict_acceptance(job, rows, written, lengths)
     report = _content(rows, lengths, plain, drafted, predicted)
     report |= {"engine": engine.engine, **cfg.model_dump()}
     Path(out_path).write_text(json.dumps(report, indent=1))
@@ -81,28 +95,15 @@ def _check_room(heldout_path: str, rows: list[TokenRow], engine: EngineConfig, c
         )
 
 
-def _answer_twice(
-    target_dir: str,
-    export_dir: str,
-    rows: list[TokenRow],
-    engine: EngineConfig,
-    cfg: EvaluateConfig,
-    tensor_parallel_size: int,
-    watch: Callable[[str], Watch],
-) -> tuple[Generation, Generation]:
+def _answer_twice(job: Job, rows: list[TokenRow]) -> tuple[Generation, Generation]:
     """The target's greedy text without the draft, k tokens past the longest answer, and its answers with the draft."""
-    settings = engine.model_copy(update={"dtype": cfg.dtype, "max_num_seqs": cfg.concurrency})
-    prompts, k = [r.token_ids for r in rows], cfg.num_speculative_tokens
-    sampling: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
-    ask = partial(target_engine.generate, target_dir, prompts, settings, tensor_parallel_size=tensor_parallel_size, **sampling)
-    plain = ask(max_new_tokens=cfg.max_new_tokens + k, ignore_eos=True, watch=watch("evaluate without draft"))
-    drafted = ask(
-        max_new_tokens=cfg.max_new_tokens,
-        draft_dir=export_dir,
-        num_speculative_tokens=k,
-        watch=watch("evaluate with draft"),
-    )
-    return plain, drafted
+    settings = job.engine.model_copy(update={"dtype": job.cfg.dtype, "max_num_seqs": job.cfg.concurrency})
+    prompts, length, k = [r.token_ids for r in rows], job.cfg.max_new_tokens, job.cfg.num_speculative_tokens
+    how: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "seed": 0, "tensor_parallel_size": job.tensor_parallel_size}
+    ask = partial(target_engine.generate, job.target_dir, prompts, settings, **how)
+    plain = ask(max_new_tokens=length + k, ignore_eos=True, watch=job.watch("evaluate without draft"))
+    with_draft: dict[str, Any] = {"draft_dir": job.export_dir, "num_speculative_tokens": k}
+    return plain, ask(max_new_tokens=length, **with_draft, watch=job.watch("evaluate with draft"))
 
 
 def _content(
@@ -143,69 +144,48 @@ def answer_length(token_ids: list[int], end_ids: list[int], max_new_tokens: int)
     return next(ends, max_new_tokens)
 
 
-def predict_acceptance(
-    target_dir: str,
-    export_dir: str,
-    rows: list[TokenRow],
-    written: list[list[int]],
-    lengths: list[int],
-    engine: EngineConfig,
-    cfg: EvaluateConfig,
-    tensor_parallel_size: int = 1,
-    watch: Callable[[str], Watch] = Watch,
-) -> AcceptanceCounts:
+def _predict_acceptance(job: Job, rows: list[TokenRow], written: list[list[int]], lengths: list[int]) -> AcceptanceCounts:
     """The trainer's own figure: capture the target's greedy answers, unroll the draft over them, walk.
 
     Args:
         rows: the prompts.
         written: the target's greedy tokens after each, at least num_speculative_tokens - 1 of them past the answer's end.
         lengths: tokens of each answer.
-        watch: gives what shows a pass, by its label.
     """
-    draft, target_ids = load_exported(export_dir, load_target_tensors(target_dir).embedding)
-    counts = AcceptanceCounts.empty(cfg.num_speculative_tokens)
+    draft, target_ids = load_exported(job.export_dir, load_target_tensors(job.target_dir).embedding)
+    k = job.cfg.num_speculative_tokens
+    counts = AcceptanceCounts.empty(k)
     with tempfile.TemporaryDirectory() as scratch:
-        shown = watch("evaluate: capture the answers")
-        states_dir = _capture_answers(target_dir, export_dir, rows, written, engine, cfg, tensor_parallel_size, shown, scratch)
-        with watch("evaluate: the walk") as shown, Report(shown) as report:
+        states_dir = _capture_answers(job, rows, written, scratch)
+        with job.watch("evaluate: the walk") as shown, Report(shown) as report:
             report.begin(len(rows), "answers", lambda: report.conversations)
             for row, length, captured in zip(rows, lengths, read_hidden_states(states_dir), strict=True):
-                by_position = _hits_by_position(draft, target_ids, captured, cfg.num_speculative_tokens)
+                by_position = _hits_by_position(draft, target_ids, captured, k)
                 first = len(row.token_ids)
-                counts = counts + walk(by_position, first, first + length - 1, cfg.num_speculative_tokens)
+                counts = counts + walk(by_position, first, first + length - 1, k)
                 report.add(len(captured.token_ids), 1)
                 report.tell()
     return counts
 
 
-def _capture_answers(
-    target_dir: str,
-    export_dir: str,
-    rows: list[TokenRow],
-    written: list[list[int]],
-    engine: EngineConfig,
-    cfg: EvaluateConfig,
-    tensor_parallel_size: int,
-    watch: Watch,
-    scratch: str,
-) -> str:
+def _capture_answers(job: Job, rows: list[TokenRow], written: list[list[int]], scratch: str) -> str:
     """Exact hidden states of every prompt with the target's text behind it; returns their directory, inside `scratch`."""
     whole = []
     for row, ids in zip(rows, written, strict=True):
         mask = [False] * len(row.token_ids) + [True] * len(ids)
         whole.append(TokenRow(row.sample_id, row.source, row.token_ids + ids, mask))
     write_token_shard(f"{scratch}/answers.parquet", whole)
-    draft_config = json.loads((Path(export_dir) / "config.json").read_text())
+    draft_config = json.loads((Path(job.export_dir) / "config.json").read_text())
     target_engine.capture(
-        target_dir,
+        job.target_dir,
         f"{scratch}/answers.parquet",
         f"{scratch}/states",
         draft_config["eagle_aux_hidden_state_layer_ids"],
-        engine.model_copy(update={"dtype": cfg.dtype}),
-        ExtractConfig(encoding=EXACT_ENCODING[cfg.dtype], compression="none"),
+        job.engine.model_copy(update={"dtype": job.cfg.dtype}),
+        ExtractConfig(encoding=EXACT_ENCODING[job.cfg.dtype], compression="none"),
         {},
-        tensor_parallel_size,
-        watch=watch,
+        job.tensor_parallel_size,
+        watch=job.watch("evaluate: capture the answers"),
     )
     return f"{scratch}/states"
 
