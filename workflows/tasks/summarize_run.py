@@ -63,43 +63,50 @@ def summarize_run(
     """Write summary.json, report.html, data.html and data.json: into runs/<run_name> here, an output directory in a pod."""
     from eagle3.evaluation.report import render_html
 
-    local, out = store.is_local(), summary.run_dir(run_name)
+    out = summary.run_dir(run_name)
     data_report = _data_report(prepared, rows, described, draft_vocab)
-    target_dir, export_dir, draft_dir = (store.location(d) for d in (model.directory, evaluation.export, checkpoint.directory))
-    digests = {"target": model.digest, "rows": rows.digest, "vocab": draft_vocab.digest, "states": states.digest}
+    places = _places(out, model, checkpoint, evaluation)
+    digests = {"prompts": found.prompts_digest, "heldout": found.heldout_digest, "sources": found.source_versions}
+    digests |= {"target": model.digest, "rows": rows.digest, "vocab": draft_vocab.digest, "states": states.digest}
     digests |= {"checkpoint": checkpoint.digest, "export": draft.digest, "init": found.init_digest}
     blocks = (target, engine, data, regenerate, vocab, extract, train, export, evaluate, fanout)
-    figures = json.loads(Path(evaluation.file.download()).read_text())
+    served = (places["target_dir"], places["export_dir"], hub_target(target, model))
+    figures = json.loads(Path(evaluation.file.download()).read_text()) | places
     figures |= {
         "run_name": run_name,
         "date": summary.date(),
-        "target_dir": target_dir,
-        "export_dir": export_dir,
-        "report_html": summary.place_of(out / "report.html"),
-        "data_html": summary.place_of(out / "data.html"),
-        "summary_json": summary.place_of(out / "summary.json"),
-        "metrics": f"{draft_dir}/metrics.jsonl",
-        "stages": summary.stage_figures(journal.entries()) if local else [],
+        "stages": summary.stage_figures(journal.entries()) if store.is_local() else [],
         "prompts": data_report["prompts"],
         "data": {key: value for key, value in data_report.items() if key not in ("samples", "answers")},
         "answers": data_report["answers"],
         "vocab": {"size": draft_vocab.size, "coverage": draft_vocab.coverage},
         "versions": {"summary": summary.versions(), "capture": _capture_versions(states)},
         "settings": summary.settings(blocks),
-        "digests": {"prompts": found.prompts_digest, "heldout": found.heldout_digest, "sources": found.source_versions} | digests,
-        "serve": summary.serve_lines(
-            target_dir, export_dir, hub_target(target, model), engine, evaluate, fanout.tensor_parallel_size
-        ),
+        "digests": digests,
+        "serve": summary.serve_lines(*served, engine, evaluate, fanout.tensor_parallel_size),
     }
-    with fsspec.open(f"{draft_dir}/metrics.jsonl", "rt") as file:
-        metrics = file.read().splitlines()
-    html = render_html(figures, [json.loads(line) for line in metrics], data_report["samples"])
+    html = render_html(figures, _metrics(places["metrics"]), data_report["samples"])
     summary.write_text(out / "report.html", html)
     summary.write_text(out / "summary.json", json.dumps(figures, indent=1))
     Deck("Summary", html)
     summary.write_data_report(out, data_report)
     print(summary.render_text(figures), flush=True)
     return FlyteDirectory(str(out))
+
+
+def _places(out: Path, model: Target, checkpoint: DraftCheckpoint, evaluation: EvaluationReport) -> dict[str, str]:
+    """Where what was made lies: paths here, URLs in a cluster."""
+    pages = {"report_html": "report.html", "data_html": "data.html", "summary_json": "summary.json"}
+    return {key: summary.place_of(out / name) for key, name in pages.items()} | {
+        "target_dir": store.location(model.directory),
+        "export_dir": store.location(evaluation.export),
+        "metrics": f"{store.location(checkpoint.directory)}/metrics.jsonl",
+    }
+
+
+def _metrics(place: str) -> list[dict[str, Any]]:
+    with fsspec.open(place, "rt") as file:
+        return [json.loads(line) for line in file]
 
 
 def hub_target(target: TargetConfig, model: Target) -> tuple[str, str]:
