@@ -165,23 +165,22 @@ def _read(path: str) -> Promoted | None:
 
 
 def _keep(export_dir: str, kept_dir: str) -> None:
-    """Copy the export's files, config.json last; what lies there under its digest is the same."""
-    if all(file_size(f"{kept_dir}/{name}") == (Path(export_dir) / name).stat().st_size for name in FILES):
-        return
-    if not is_remote(kept_dir):
-        part = Path(f"{kept_dir}.{uuid.uuid4().hex}.part")
-        part.mkdir(parents=True)
-        for name in FILES:
-            shutil.copyfile(Path(export_dir) / name, part / name)
-        try:
-            part.rename(kept_dir)
-        except OSError:  # another promotion of the same draft was faster
-            shutil.rmtree(part)
-        return
-    store, path = fsspec.core.url_to_fs(kept_dir)
+    """Copy the export's files, config.json last. What lies there whole under the same digest stays; what is damaged is mended."""
     for name in FILES:
-        source = str(Path(export_dir) / name)
-        try_often(partial(store.put_file, source, f"{path}/{name}"), f"{kept_dir}/{name}")
+        source, kept = Path(export_dir) / name, f"{kept_dir}/{name}"
+        if file_size(kept) == source.stat().st_size:
+            continue
+        if is_remote(kept):
+            store, path = fsspec.core.url_to_fs(kept)
+            try_often(partial(store.put_file, str(source), path), kept)
+            continue
+        part = Path(f"{kept}.{uuid.uuid4().hex}.part")
+        part.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            shutil.copyfile(source, part)
+            part.replace(kept)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def _create(path: str, data: bytes) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from eagle3 import promotion
 from eagle3.promotion import Measurement, Promoted, current_promotion, decide, promote, restore_pointer
-from eagle3.remote import read_bytes, write_bytes
+from eagle3.remote import list_files, read_bytes, write_bytes
 
 NEW = Measurement("new", "heldout", "k = 3", 2.0, True)
 CURRENT = replace(NEW, digest="current")
@@ -84,6 +84,16 @@ def test_the_pointer_names_the_last_draft_and_all_before_are_kept(place: str, tm
     for digest in ("one", "two"):
         for name in promotion.FILES:
             assert read_bytes(f"{place}/drafts/{digest}/{name}") == f"{name} {digest}".encode()
+
+
+def test_a_kept_draft_that_is_damaged_is_mended(place: str, tmp_path: Path) -> None:
+    export = write_export(tmp_path / "export", "one")
+    promote(place, export, promotion_of("one", 1))
+    write_bytes(f"{place}/drafts/one/{promotion.FILES[0]}", b"half")
+    promote(place, export, promotion_of("one", 2))
+    for name in promotion.FILES:
+        assert read_bytes(f"{place}/drafts/one/{name}") == f"{name} one".encode()
+    assert len(list_files(f"{place}/drafts/one", "*")) == len(promotion.FILES)
 
 
 def test_of_two_promotions_at_once_one_wins_and_the_other_is_told(place: str, tmp_path: Path) -> None:
