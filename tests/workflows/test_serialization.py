@@ -1,6 +1,7 @@
 """`pyflyte package` serialises everything, and each task says what its pod needs."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -13,6 +14,7 @@ from flyteidl.admin.workflow_pb2 import WorkflowSpec
 from flyteidl.core.security_pb2 import Secret
 from flyteidl.core.tasks_pb2 import Resources
 
+from eagle3.resources import quantity_bytes
 from workflows import resources, table
 
 UNCACHED = {
@@ -135,6 +137,18 @@ def test_every_task_is_serialised_as_the_readmes_table_says(templates: dict[str,
 def test_the_readmes_table_is_the_generated_one() -> None:
     section = (ROOT / "README.md").read_text().partition("\n## Tasks\n")[2].partition("\n## ")[0]
     assert table.render() == "\n".join(line for line in section.splitlines() if line.startswith("|"))
+
+
+def test_the_readme_says_what_limits_a_cluster_must_allow(templates: dict[str, Any]) -> None:
+    found = re.search(
+        r"at least (\d+) cores, (\d+Gi) of memory, (\d+Gi) of local disk and (\d) GPU", (ROOT / "README.md").read_text()
+    )
+    assert found
+    said = dict(zip(("CPU", "MEMORY", "EPHEMERAL_STORAGE", "GPU"), found.groups(), strict=True))
+    limits = [entry for template in templates.values() for entry in template.container.resources.limits]
+    for name, most in said.items():
+        asked = [quantity_bytes(entry.value) for entry in limits if Resources.ResourceName.Name(entry.name) == name]
+        assert max(asked) == quantity_bytes(most)
 
 
 def test_only_regeneration_and_extraction_run_on_spot(templates: dict[str, Any]) -> None:
