@@ -55,6 +55,8 @@ def recipe_workflow(body: Callable[..., Any]) -> Any:
     recipe_keys = list(signature(Recipe).parameters.values())
 
     def run(**inputs: Any) -> Any:
+        if missing := [p.name for p in (*recipe_keys, *more) if not (_has_default(p) or p.name in inputs)]:
+            raise ValueError(f"{body.__name__} needs {', '.join(missing)}: add to the recipe, or give --{missing[0]}")
         extra = {p.name: inputs.pop(p.name) for p in more}
         return body(Recipe(**inputs), **extra)
 

@@ -29,6 +29,7 @@ FILE_PATTERNS = (
 )  # fmt: skip
 IGNORED_PATTERNS = ("*/*", "consolidated*")
 WEIGHT_PATTERN = "*.safetensors"
+PODS_SEE = " (a pod sees the shipped code and no other path of your machine: give it a hub id or URL)"
 
 
 def target_kind(name: str) -> Literal["hub", "directory", "url", "gguf"]:
@@ -42,7 +43,7 @@ def target_kind(name: str) -> Literal["hub", "directory", "url", "gguf"]:
     path = Path(name).expanduser()
     if name.endswith(".gguf"):
         if not path.is_file():
-            raise ValueError(f"target {name}: no such GGUF file; correct target.name")
+            raise ValueError(f"target {name}: no such GGUF file; correct target.name{PODS_SEE}")
         return "gguf"
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -53,10 +54,7 @@ def target_kind(name: str) -> Literal["hub", "directory", "url", "gguf"]:
     if path.exists():
         raise ValueError(f"target {name} is a file, but neither a directory nor a .gguf file; correct target.name")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise ValueError(
-            f"target {name}: no such directory; correct target.name, or give a hub id like org/model (pods see no other "
-            "directories than the code's)"
-        )
+        raise ValueError(f"target {name}: no such directory; correct target.name, or give a hub id like org/model{PODS_SEE}")
     return "hub"
 
 

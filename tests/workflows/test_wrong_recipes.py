@@ -46,6 +46,14 @@ def test_an_architecture_that_no_draft_fits_is_refused_before_its_weights_are_fe
     assert not journal.entries()
 
 
+@pytest.mark.parametrize(("file", "missing"), [("train_eagle3", "target"), ("retrain_eagle3", "target, promote")])
+def test_what_a_recipe_must_name_is_asked_for(workplace: Path, file: str, missing: str) -> None:
+    recipe = workplace / "recipe.yaml"
+    recipe.write_text(f"heldout: {write_prompts(workplace / 'heldout.jsonl', 0, 2)}")
+    said = words(pyflyte_run(recipe, f"{file}.py", file))
+    assert said.endswith(f"{file} needs {missing}: add to the recipe, or give --target")
+
+
 @pytest.mark.parametrize(
     ("blocks", "said"),
     [
