@@ -309,3 +309,6 @@ class PromoteConfig(StageConfig):
     warm_start: bool = Field(
         default=True, description="train from the promoted draft, where there is one; false: as train.init_from says"
     )
+    warm_rate_share: float = Field(
+        default=1.0, gt=0, le=1, description="share of train's learning rates with which training goes on from the promoted draft"
+    )

@@ -29,9 +29,8 @@ PLACES = ("EAGLE3_TRAFFIC", "EAGLE3_HELDOUT", "EAGLE3_PROMOTED", "EAGLE3_OWNERS"
 TRAFFIC, HELDOUT, PROMOTED, owners = (os.environ.get(name, "").strip() for name in PLACES)
 OWNERS = [name.strip() for name in owners.split(",") if name.strip()]
 EVERY_NIGHT = "0 2 * * *"  # UTC
-# Share of the recipe's learning rates: training goes on from a trained draft. Not measured.
-RATE_SHARE = 0.2
-RATES = ("learning_rate", "muon_learning_rate")
+# Share of the recipe's learning rates where training goes on from the promoted draft. Not measured.
+WARM_RATE_SHARE = 0.2
 # Drafts are promoted only where text with and without them is the same (promote.identical_text), which bfloat16's rounding does
 # not keep; that float32 keeps it was seen on CPUs only.
 EVALUATE = {"dtype": "float32"}
@@ -56,14 +55,11 @@ def inputs_of(recipe: Path) -> dict[str, Any]:
     blocks = yaml.safe_load(recipe.read_text()) | {"prompts": TRAFFIC, "heldout": HELDOUT, "run_name": "nightly"}
     if unknown := sorted(blocks.keys() - kinds.keys()):
         raise ValueError(f"{recipe} must have keys of a recipe only ({', '.join(kinds)}), got {', '.join(unknown)}; remove them")
-    train = kinds["train"](**blocks.get("train", {}))
-    rates = {name: getattr(train, name) * RATE_SHARE for name in RATES}
-    for name, changes in (("train", rates), ("evaluate", EVALUATE)):
-        blocks[name] = blocks.get(name, {}) | changes
+    blocks["evaluate"] = blocks.get("evaluate", {}) | EVALUATE
     files = {name: FlyteFile(blocks.pop(name)) for name in ("prompts", "heldout")}
     settings = {name: value if isinstance(value, str) else kinds[name](**value) for name, value in blocks.items()}
     defaults = {f.name: f.default for f in fields(Recipe) if f.default is not MISSING}
-    return {**defaults, **settings, **files, "promote": PromoteConfig(place=PROMOTED)}
+    return {**defaults, **settings, **files, "promote": PromoteConfig(place=PROMOTED, warm_rate_share=WARM_RATE_SHARE)}
 
 
 def make_plans() -> None:

@@ -12,6 +12,7 @@ import pytest
 from flyte_runs import ROOT, pod, pyflyte_run, write_prompts, write_recipe
 from flyteidl.admin.launch_plan_pb2 import LaunchPlan
 
+from eagle3 import promotion
 from eagle3.config import PromoteConfig, TrainConfig
 from workflows import journal, launchplans
 from workflows.tasks.promote_draft import find_current_draft
@@ -122,17 +123,33 @@ def places(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("places")
-def test_plans_take_a_recipe_and_a_fifth_of_its_learning_rates(tmp_path: Path) -> None:
-    recipe = write_recipe(
-        tmp_path / "own.yaml", tmp_path, tmp_path / "p.jsonl", train={"learning_rate": 5e-3, "optimizer": "muon"}
-    )
+def test_plans_take_a_recipe(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "own.yaml", tmp_path, tmp_path / "p.jsonl", train={"learning_rate": 5e-3})
     inputs = launchplans.inputs_of(recipe)
-    train = inputs["train"]
-    assert (train.learning_rate, train.muon_learning_rate, train.pack_tokens) == pytest.approx((1e-3, 4e-3, 128))
+    assert (inputs["train"].learning_rate, inputs["evaluate"].dtype) == (5e-3, "float32")
     assert (inputs["target"].public_name, inputs["vocab"].size, inputs["run_name"]) == ("tiny/bytes", 64, "nightly")
     assert [str(inputs[name].path) for name in ("prompts", "heldout")] == ["s3://b/traffic", "s3://b/heldout"]
-    assert inputs["promote"].place == "s3://b/promoted"
-    assert launchplans.inputs_of(launchplans.SHIPPED)["train"].learning_rate == pytest.approx(2e-5)
+    assert (inputs["promote"].place, inputs["promote"].warm_rate_share) == ("s3://b/promoted", 0.2)
+    assert launchplans.inputs_of(launchplans.SHIPPED)["train"].learning_rate == pytest.approx(1e-4)
+
+
+def test_rates_are_lowered_where_there_is_a_draft_to_go_on_from_and_only_there(tmp_path: Path) -> None:
+    train = TrainConfig(learning_rate=1e-3, muon_learning_rate=1e-2)
+    promote = PromoteConfig(place=str(tmp_path / "drafts"), warm_rate_share=0.2)
+    assert find_current_draft(promote=promote, train=train).train == train
+    export = tmp_path / "export"
+    export.mkdir()
+    for name in promotion.FILES:
+        (export / name).write_text(name)
+    new = promotion.Promoted(
+        number=1, export="set later", digest="d", acceptance_length=2.0, heldout_digest="h", target="t", target_digest="t"
+    )
+    kept = promotion.promote(promote.place, str(export), new).export
+    for is_warm, factor in ((True, 0.2), (False, 1.0)):
+        asked = promote.model_copy(update={"warm_start": is_warm})
+        found = find_current_draft(promote=asked, train=train).train
+        assert (found.learning_rate, found.muon_learning_rate) == pytest.approx((factor * 1e-3, factor * 1e-2))
+        assert found.init_from == (kept if is_warm else "")
 
 
 @pytest.mark.usefixtures("places")

@@ -28,7 +28,8 @@ def find_current_draft(promote: PromoteConfig, train: TrainConfig) -> CurrentDra
     if current is None:
         return CurrentDraft(train, 0, [], "")
     if promote.warm_start:
-        train = train.model_copy(update={"init_from": current.export, "init_revision": ""})
+        rates = {name: getattr(train, name) * promote.warm_rate_share for name in ("learning_rate", "muon_learning_rate")}
+        train = train.model_copy(update={"init_from": current.export, "init_revision": "", **rates})
     draft = DraftExport(FlyteDirectory(current.export), current.digest)
     return CurrentDraft(train, current.number, [draft], current.target_digest)
 
