@@ -274,8 +274,10 @@ def render_text(plan: RunPlan) -> str:
     work = plan.work
     lines = ["", f"target    {plan.target}: {plan.params / 1e9:.2f} B parameters, {plan.active_params / 1e9:.2f} B active"]
     lines += [f"draft     {plan.draft_params / 1e6:,.0f} M parameters, aux layers {', '.join(map(str, plan.layer_ids))}", ""]
-    lines += [f"{'source':<32} {'rows':>11} {'tokens':>15}  how known"]
-    lines += [f"{s.name:<32} {s.rows:>11,} {s.tokens:>15,}  {s.basis.replace('_', ' ')}" for s in plan.sources]
+    lines += [f"{'source':<32} {'rows':>11} {'tokens':>15} {'dropped':>8}  how known"]
+    lines += [
+        f"{s.name:<32} {s.rows:>11,} {s.tokens:>15,} {s.dropped_share:>8.1%}  {s.basis.replace('_', ' ')}" for s in plan.sources
+    ]
     lines += [
         "",
         f"rows      {work.rows:,} in {work.shards} shards, {plan.heldout:,} held out",

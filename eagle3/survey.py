@@ -75,8 +75,9 @@ def _survey_source(source: SourceConfig, encoder: RowEncoder, cfg: DataConfig, r
     looked_at = records if is_whole else records[:SAMPLE_ROWS]
     waits = regenerate and source.regenerate
     task = Task(source_name(source), source.preset, source.thinking, "script" if waits else "answers")
-    kept = tokens = supervised = rows = answers = tool_tasks = 0
+    read = kept = tokens = supervised = rows = answers = tool_tasks = 0
     for outcome in encoder.encode_all(looked_at, task):
+        read += 1
         if not outcome.rows or outcome.rows[0].sample_id in seen:
             continue
         seen.add(outcome.rows[0].sample_id)
@@ -88,10 +89,10 @@ def _survey_source(source: SourceConfig, encoder: RowEncoder, cfg: DataConfig, r
         tool_tasks += is_tool_task(outcome.rows[0].script)
         if is_whole and kept == source.max_rows:
             break
-    dropped = 1 - kept / len(looked_at)
+    dropped = 1 - kept / read if read else 1.0
     if dropped > cfg.max_dropped_share and kept != source.max_rows:
         raise ValueError(
-            f"{source_path(source)}: {len(looked_at) - kept} of the first {len(looked_at)} rows cannot be used, more than "
+            f"{source_path(source)}: {read - kept} of the first {read} rows cannot be used, more than "
             f"data.max_dropped_share = {cfg.max_dropped_share}; mend the source, raise data.max_prompt_tokens, or raise the share"
         )
     if is_whole or not kept:

@@ -57,6 +57,7 @@ def test_small_sources_are_counted_as_prepare_will(
         (name, f["rows_kept"], f["tokens"], f["supervised_tokens"]) for name, f in figures.items()
     ]
     assert {s.basis for s in found} == {"counted"}
+    assert [s.dropped_share for s in found] == pytest.approx([1 - f["rows_kept"] / f["rows_read"] for f in figures.values()])
     assert (work.rows, work.shards) == (made.report["rows_kept"], len(made.shards))
     assert num_heldout == made.heldout.summary.rows
     assert work.new_tokens == (5 * work.rows if regenerate else 0)
