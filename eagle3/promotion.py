@@ -130,7 +130,7 @@ def promote(place: str, export_dir: str, new: Promoted) -> Promoted:
         new: its number is one above the promotion that it was compared with; its export is set here.
 
     Returns:
-        What is promoted now.
+        This promotion; the same one again, where an attempt before was cut off, counts once.
 
     Raises:
         FileExistsError: if another draft was promoted meanwhile.
@@ -184,22 +184,28 @@ def _keep(export_dir: str, kept_dir: str) -> None:
 
 
 def _create(path: str, data: bytes) -> None:
-    """Write a file that nobody has written: whole, and by one writer alone.
+    """Write a file that nobody has written: whole, and by one writer alone, who may have been cut off behind it and come again.
 
     Raises:
         FileExistsError: if another has.
+        ConnectionError: if the store does not take it.
     """
+    try:
+        _write_new(path, data)
+    # Not every store's connection errors are OSErrors: botocore's are not.
+    except Exception as e:
+        found = read_bytes(path)
+        if found is None:
+            raise ConnectionError(f"{path} could not be written ({e!r}); check the store and run again") from e
+        if found != data:
+            raise FileExistsError(path) from e
+
+
+def _write_new(path: str, data: bytes) -> None:
     if is_remote(path):
         store, name = fsspec.core.url_to_fs(path)
         store.invalidate_cache()
-        try:
-            store.pipe_file(name, data, mode="create")
-        except OSError as e:
-            found = read_bytes(path)
-            if found is None:
-                raise
-            if found != data:  # else it was this writer's, whose answer was lost
-                raise FileExistsError(path) from e
+        store.pipe_file(name, data, mode="create")
         return
     part = _part(path, data)
     try:

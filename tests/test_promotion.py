@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import EndpointConnectionError
 
 from eagle3 import promotion
 from eagle3.promotion import Measurement, Promoted, current_promotion, decide, promote, restore_pointer
@@ -126,6 +127,41 @@ def test_a_promotion_that_was_killed_before_the_pointer_moved_counts(
     assert found.digest == "two"
     promote(place, write_export(tmp_path / "three", "three"), promotion_of("three", 3))
     assert json.loads(read_bytes(f"{place}/promoted.json") or b"")["number"] == 3
+
+
+@pytest.mark.parametrize("cut", ["_replace", "current_promotion"])
+def test_a_promotion_that_is_tried_again_counts_once(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str
+) -> None:
+    """Its first attempt lost the store behind the record, or with everything done."""
+    exports = {digest: write_export(tmp_path / digest, digest) for digest in ("one", "two", "three")}
+    promote(place, exports["one"], promotion_of("one", 1))
+
+    def lose(*_: object) -> None:
+        raise ConnectionError("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(promotion, cut, lose)
+        with pytest.raises(ConnectionError, match="lost"):
+            promote(place, exports["two"], promotion_of("two", 2, "one"))
+    for _ in range(2):
+        again = promote(place, exports["two"], promotion_of("two", 2, "one"))
+        assert again == current_promotion(place)
+        assert len(list_files(f"{place}/promotions", "*.json")) == 2
+    promote(place, exports["three"], promotion_of("three", 3, "two"))
+    assert promote(place, exports["two"], promotion_of("two", 2, "one")) == again
+    assert json.loads(read_bytes(f"{place}/promoted.json") or b"")["digest"] == "three"
+
+
+def test_a_store_that_takes_no_promotion_is_a_lost_connection(s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """botocore's own errors are not OSErrors."""
+
+    def lose(*_: object, **__: object) -> None:
+        raise EndpointConnectionError(endpoint_url="http://store")
+
+    monkeypatch.setattr(s3, "pipe_file", lose)
+    with pytest.raises(ConnectionError, match=r"promotions/00001.json could not be written .*Could not connect"):
+        promote("s3://states/drafts", write_export(tmp_path / "one", "one"), promotion_of("one", 1))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"export": "x"}', '{"number": 0}'])

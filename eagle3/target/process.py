@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from eagle3.faults import is_out_of_memory
 from eagle3.target.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,15 @@ class WorkerProcess:
         except (OSError, subprocess.TimeoutExpired):
             self.process.kill()
             self.process.wait()
+
+
+def error_reply(error: Exception) -> dict[str, Any]:
+    """The reply that carries an error, which passes in another try or not. Where several GPUs share a target, the engine raises
+    RuntimeError whatever went wrong on one of them: that may pass."""
+    text, is_short = str(error) or repr(error), is_out_of_memory(error)
+    if is_short:
+        text += "; lower engine.max_num_seqs or engine.max_num_batched_tokens, or raise fanout.tensor_parallel_size"
+    return {"error": text, "is_value_error": is_short or isinstance(error, ValueError | NotImplementedError)}
 
 
 def _death_message(status: int) -> str:

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from eagle3.target.answers import Sampling
-from eagle3.target.process import forks_engines
+from eagle3.target.process import error_reply, forks_engines
 from eagle3.target.progress import Progress, Report
 
 # Collections during the import cost 3 of 15 s; what it made stays for good, so later collections may skip it.
@@ -80,7 +80,7 @@ def _serve(settings: dict[str, Any], replies: TextIO) -> None:
             _reply(replies, {"result": result})
         except Exception as e:
             traceback.print_exc()
-            _reply(replies, {"error": str(e) or repr(e), "is_value_error": isinstance(e, ValueError)})
+            _reply(replies, error_reply(e))
         line = sys.stdin.readline()
         if not line:
             break

@@ -1,7 +1,8 @@
 """Training in processes of its own: one, or torchrun with one for each GPU. The caller waits, and hears why they ended.
 
-A trainer that is told to stop (SIGTERM, Ctrl-C) finishes its step, saves and ends with PREEMPTED_CODE; bad data or settings end
-it with REFUSED_CODE and the message in refused-<rank>.txt; after any other fault (failed-<rank>.txt) another try may succeed.
+A trainer that is told to stop (SIGTERM, Ctrl-C) finishes its step, saves and ends with PREEMPTED_CODE. What would come again, bad
+data or settings, too little memory, a mistake in the code, ends it with REFUSED_CODE and the message in refused-<rank>.txt; after
+a lost rank or store (failed-<rank>.txt), or a kill, another try may succeed.
 """
 
 import logging
@@ -58,7 +59,7 @@ def train_in_processes(job: TrainJob, on_progress: Callable[[], None] | None = N
         on_progress: called every `every_s` seconds and once at the end, whatever the end is.
 
     Raises:
-        ValueError: bad data or settings, in the trainer's words.
+        ValueError: another try would end the same way; in the trainer's words.
         Preempted: after a SIGTERM, when the trainer has saved what it had; run the job again.
         KeyboardInterrupt: after Ctrl-C, when the trainer has saved.
         RuntimeError: the trainer died; its last checkpoint is sound.
@@ -92,10 +93,12 @@ def _raise_failure(code: int, received: set[int], out: Path) -> None:
     """Say why the trainer ended, unless its job was done; received: the signals that were passed on to it."""
     if signal.SIGINT in received:
         raise KeyboardInterrupt
+    # Before all else of a trainer's own: torchrun stops, and a lost neighbour breaks, the ranks beside the one that refused.
+    refused = _messages(out, "refused")
+    if (refused or code == REFUSED_CODE) and signal.SIGTERM not in received:
+        raise ValueError(refused or "training cannot go on; the trainer's own words stand above")
     if code == PREEMPTED_CODE or (out / PREEMPTED_NAME).exists() or (code and signal.SIGTERM in received):
         raise Preempted(f"training was told to stop; run it again to go on from its checkpoint in {out}")
-    if refused := _messages(out, "refused"):
-        raise ValueError(refused)
     if code:
         words = _messages(out, "failed") or "its own words stand above"
         raise RuntimeError(f"the trainer ended with code {code}: {words}; run again to go on from {out}")

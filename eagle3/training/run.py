@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from eagle3.faults import is_out_of_memory, is_passing
 from eagle3.training.distributed import join_ranks, leave_ranks
 from eagle3.training.launch import LAUNCHER_PID, LOCK_NAME, PREEMPTED_CODE, PREEMPTED_NAME, REFUSED_CODE, Preempted, TrainJob
 from eagle3.training.loop import train
@@ -81,18 +82,24 @@ def main(job_path: str) -> int:
         if rank == 0:
             (out / PREEMPTED_NAME).touch()
         return PREEMPTED_CODE
-    except (ValueError, FloatingPointError) as e:
-        logging.exception("training cannot go on")
-        (out / f"refused-{rank}.txt").write_text(str(e))
-        return REFUSED_CODE
-    except OSError as e:
-        logging.exception("training cannot go on now")
+    except Exception as e:
+        # A full disk or a lost file may be another in the next pod.
+        is_over = not (isinstance(e, OSError) or is_passing(e))
+        logging.exception("training cannot go on" if is_over else "training cannot go on now")
         with suppress(OSError):
-            (out / f"failed-{rank}.txt").write_text(str(e))
-        return 1
+            (out / f"{'refused' if is_over else 'failed'}-{rank}.txt").write_text(_words(e))
+        return REFUSED_CODE if is_over else 1
     finally:
         leave_ranks()
     return 0
+
+
+def _words(error: Exception) -> str:
+    """What the caller is told: our own messages as they stand, others with their class, and what helps where memory is short."""
+    text = str(error) if isinstance(error, ValueError | FloatingPointError | OSError) else f"{type(error).__name__}: {error}"
+    if is_out_of_memory(error):
+        text += "; lower train.pack_tokens, or ask for more memory under resources.trainer (accelerator, mem)"
+    return text
 
 
 if __name__ == "__main__":

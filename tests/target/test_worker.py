@@ -21,6 +21,7 @@ from eagle3.hidden_states import read_hidden_states
 from eagle3.shards import TokenRow, read_token_shard, write_token_shard
 from eagle3.target import engine as target_engine
 from eagle3.target.engine import Generation, capture, close_engines, generate, play
+from eagle3.target.process import error_reply
 from tests.draft.factories import greedy_answer, tiny_target
 from tests.target.test_capture import random_rows, states_of
 
@@ -267,3 +268,15 @@ def test_a_missing_engine_library_is_named_with_the_remedy(monkeypatch: pytest.M
     monkeypatch.setattr("eagle3.target.engine.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="vllm is not installed here; set engine.engine to transformers"):
         target_engine._ready_worker("vllm")
+
+
+def test_an_engine_that_needs_more_memory_or_other_settings_is_not_tried_again() -> None:
+    """ValueError at the caller; the rest, RuntimeError, may pass."""
+    short = error_reply(torch.OutOfMemoryError("CUDA out of memory"))
+    assert short["error"].startswith("CUDA out of memory; lower engine.max_num_seqs")
+    over = [short, error_reply(ValueError("no room for the cache blocks")), error_reply(NotImplementedError("no such layer"))]
+    assert [reply["is_value_error"] for reply in over] == [True] * 3
+    assert over[1]["error"] == "no room for the cache blocks"
+    for error in (RuntimeError("Engine core initialization failed"), AssertionError(), ConnectionError("lost")):
+        assert not error_reply(error)["is_value_error"]
+    assert error_reply(AssertionError())["error"] == "AssertionError()"

@@ -240,14 +240,18 @@ class ControlPlane:
 
     @contextmanager
     def watching(
-        self, on_start: Callable[[Pod], None] = lambda pod: None, on_put: Callable[[str], None] = lambda key: None
+        self,
+        on_start: Callable[[Pod], None] = lambda pod: None,
+        on_put: Callable[[str], None] = lambda key: None,
+        refuses: Callable[[str], bool] = lambda key: False,
     ) -> Iterator[None]:
-        """Hear of every pod that starts and of every object that is stored, and have the world wait for the answer."""
-        self.pods.on_start, self.store.on_put = on_start, on_put
+        """Hear of every pod that starts and of every object that is stored, and have the world wait for the answer; say of every
+        object that is read whether the store refuses it."""
+        self.pods.on_start, self.store.on_put, self.store.refuses = on_start, on_put, refuses
         try:
             yield
         finally:
-            self.pods.on_start, self.store.on_put = lambda pod: None, lambda key: None
+            self.pods.on_start, self.store.on_put, self.store.refuses = lambda pod: None, lambda key: None, lambda key: False
 
     def close(self) -> None:
         self._server.stop(None)

@@ -13,6 +13,7 @@ from werkzeug.serving import make_server
 
 BUCKET = "flyte"
 KEY_ID, SECRET, REGION = "minio", "miniostorage", "us-east-1"
+UNAVAILABLE = b"<Error><Code>ServiceUnavailable</Code><Message>Service Unavailable</Message></Error>"
 M = TypeVar("M", bound=Message)
 
 
@@ -20,13 +21,14 @@ class ObjectStore:
     """An empty S3 store.
 
     puts: keys in the order in which their objects were stored. on_put: called with each key when its object is there and
-    before the writer hears so.
+    before the writer hears so. refuses: asked with each key that is read; where it says yes, the answer is 503.
     """
 
     def __init__(self) -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self.puts: list[str] = []
         self.on_put: Callable[[str], None] = lambda key: None
+        self.refuses: Callable[[str], bool] = lambda key: False
         # moto moves in an object's file for its ETag without its own lock: whoever reads then gets a part of the object.
         self._one_at_a_time = threading.Lock()
         self._serve_s3 = DomainDispatcherApplication(create_backend_app)
@@ -46,9 +48,12 @@ class ObjectStore:
         self.s3.create_bucket(Bucket=BUCKET)
 
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        bucket, _, key = environ["PATH_INFO"].lstrip("/").partition("/")
+        if environ["REQUEST_METHOD"] == "GET" and bucket == BUCKET and self.refuses(key):
+            start_response("503 Service Unavailable", [("Content-Length", str(len(UNAVAILABLE)))])
+            return [UNAVAILABLE]
         with self._one_at_a_time:
             answer: Iterable[bytes] = self._serve_s3(environ, start_response)
-        bucket, _, key = environ["PATH_INFO"].lstrip("/").partition("/")
         if environ["REQUEST_METHOD"] == "PUT" and bucket == BUCKET and key:
             self.puts.append(key)
             self.on_put(key)

@@ -117,6 +117,27 @@ def test_accidents_change_nothing_in_the_draft(first: Run, disturbed: Run) -> No
     assert disturbed.output("export_draft")["digest"] == first.output("export_draft")["digest"]
 
 
+def test_a_store_that_fails_while_a_task_fetches_its_inputs_costs_an_attempt(
+    cluster: Cluster, first: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It outlasts the tries of the store's own client, here one."""
+
+    def refuses(key: str) -> bool:
+        pods = cluster.plane.pods.running
+        is_fetching = any(pod.task == "describe_rows" and pod.attempt.number == 0 for pod in pods)
+        return is_fetching and key.startswith("data/") and key.endswith(".parquet")
+
+    monkeypatch.setitem(cluster.plane.pods.environment, "AWS_MAX_ATTEMPTS", "1")
+    cluster.forget("describe_rows")
+    with cluster.plane.watching(refuses=refuses):
+        run = succeeded(cluster.run())
+    assert run.states_of("describe_rows") == [["ATTEMPT_0", "OK"]]
+    (detail,) = [entry.detail for entry in run.entries if entry.state == "ATTEMPT_0"]
+    assert detail.startswith("USER:Recoverable")
+    assert "describe_rows: SYSTEM:DownloadDataError" in detail
+    assert run.tasks("OK") == UNCACHED + Counter(["describe_rows"])
+
+
 def test_a_wrong_setting_fails_at_once_in_its_own_words(cluster: Cluster, first: Run) -> None:
     wrong = cluster.run(engine={"max_model_len": 512})
     assert {(entry.task, entry.state, entry.retries) for entry in wrong.entries} == {

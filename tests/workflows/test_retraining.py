@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 from flyte_runs import ROOT, pod, pyflyte_run, write_prompts, write_recipe
 from flyteidl.admin.launch_plan_pb2 import LaunchPlan
+from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
 
 from eagle3 import promotion
-from eagle3.config import PromoteConfig, TrainConfig
+from eagle3.config import EngineConfig, EvaluateConfig, PromoteConfig, TrainConfig
 from workflows import journal, launchplans
-from workflows.tasks.promote_draft import find_current_draft
+from workflows.interfaces import DraftExport, EvaluationReport, Target, TokenShard
+from workflows.tasks.promote_draft import find_current_draft, promote_draft
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +168,40 @@ def test_plans_refuse_what_is_no_recipe(tmp_path: Path) -> None:
 def test_a_place_that_would_end_with_its_pod_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pod(tmp_path), pytest.raises(ValueError, match="promote.place must be a URL in a cluster, got runs/promoted"):
         find_current_draft.task_function(promote=PromoteConfig(place="runs/promoted"), train=TrainConfig())
+
+
+def test_a_promotion_cut_off_behind_its_record_is_tried_again_and_promotes_once(
+    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in promotion.FILES:
+        (tmp_path / name).write_text(name)
+    draft, file = DraftExport(FlyteDirectory(str(tmp_path)), "new"), FlyteFile(str(tmp_path / promotion.FILES[0]))
+    report = EvaluationReport(file, draft.directory, 2.0, 2.0, True, [0.5])
+    inputs = {
+        "draft": draft,
+        "report": report,
+        "current": [],
+        "opponent_report": report,
+        "number": 0,
+        "heldout": TokenShard(0, file, 1, 1, 1, "heldout"),
+        "target": Target("org/model", "r", "target", FlyteDirectory(str(tmp_path)), 4, 9, 8),
+        "engine": EngineConfig(),
+        "evaluate": EvaluateConfig(),
+        "promote": PromoteConfig(place="s3://states/drafts"),
+    }
+
+    def lose(*_: object) -> None:
+        raise ConnectionError("the store hung up")
+
+    with pod(tmp_path):
+        with monkeypatch.context() as patch:
+            patch.setattr(promotion, "_replace", lose)
+            with pytest.raises(FlyteRecoverableException, match="promote_draft: the store hung up"):
+                promote_draft.task_function(**inputs)
+        made = promote_draft.task_function(**inputs)
+    assert (made.promoted, made.export) == (True, "s3://states/drafts/drafts/new")
+    assert s3.ls("states/drafts/promotions", detail=False) == ["states/drafts/promotions/00001.json"]
+    assert json.loads(s3.cat("states/drafts/promoted.json"))["number"] == 1
 
 
 def test_plans_with_half_of_their_places_are_refused_and_without_any_there_are_none() -> None:

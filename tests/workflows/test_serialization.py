@@ -183,6 +183,11 @@ def test_engine_tasks_ask_for_an_h200_and_are_retried(templates: dict[str, Any])
         assert templates[name].metadata.retries.retries > 0, name
 
 
+def test_every_task_is_tried_again(templates: dict[str, Any]) -> None:
+    retries = {name: template.metadata.retries.retries for name, template in templates.items()}
+    assert retries == {name: 3 if name in ON_GPU else 2 for name in templates}
+
+
 def test_long_tasks_and_reports_have_a_deck(templates: dict[str, Any]) -> None:
     assert {name for name, template in templates.items() if template.metadata.generates_deck.value} == WITH_DECK
 

@@ -18,7 +18,13 @@ from workflows.stage import stage
 logger = logging.getLogger("eagle3")
 
 
-@task(container_image=images.CPU, cache=Cache(version="2", ignored_inputs=("shards", "target", "init_from")), **DATA, **HUB)
+@task(
+    container_image=images.CPU,
+    cache=Cache(version="2", ignored_inputs=("shards", "target", "init_from")),
+    retries=2,
+    **DATA,
+    **HUB,
+)
 @stage
 def build_vocab(
     shards: TokenShards,

@@ -10,7 +10,7 @@ from eagle3.resources import ResourcesConfig
 from workflows.answering import answer_shard, answering_key, in_lanes
 from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
 from workflows.resources import DYNAMIC, ENGINE, SERVER
-from workflows.stage import stage
+from workflows.stage import recoverable, stage
 from workflows.tasks.gather_token_shards import gather_token_shards
 
 NAME = "collect_agent_traces"
@@ -36,7 +36,8 @@ def collect_shard(
     return answer_shard(NAME, key, shard, target, engine, regenerate, server_url, tensor_parallel_size)
 
 
-@dynamic(container_image=images.CPU, **DYNAMIC)
+@dynamic(container_image=images.CPU, retries=2, **DYNAMIC)
+@recoverable
 def collect_agent_traces(
     data: PreparedData,
     chats: TokenShards,

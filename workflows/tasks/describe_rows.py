@@ -12,7 +12,7 @@ from workflows.stage import stage
 NUM_SAMPLES = 8
 
 
-@task(container_image=images.CPU, cache=Cache(version="2", ignored_inputs=("shards", "target")), **DATA)
+@task(container_image=images.CPU, cache=Cache(version="2", ignored_inputs=("shards", "target")), retries=2, **DATA)
 @stage
 def describe_rows(shards: TokenShards, shards_digest: str, target: Target, target_digest: str) -> FlyteDirectory:
     """Go through all shards, one at a time; cached, so that a rerun reads none and loads no tokenizer."""

@@ -12,7 +12,7 @@ from workflows import store
 from workflows.interfaces import DraftExport, EvaluationReport, Target, TokenShard
 from workflows.live import JobDeck
 from workflows.resources import DYNAMIC, ENGINE, evaluation_pod
-from workflows.stage import stage
+from workflows.stage import recoverable, stage
 
 
 @task(
@@ -74,7 +74,8 @@ def _figures(found: dict[str, Any]) -> dict[str, str]:
     }
 
 
-@dynamic(container_image=images.CPU, **DYNAMIC)
+@dynamic(container_image=images.CPU, retries=2, **DYNAMIC)
+@recoverable
 def evaluate_draft_node(
     draft: DraftExport,
     draft_digest: str,

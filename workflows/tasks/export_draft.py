@@ -11,7 +11,7 @@ from workflows.resources import DATA
 from workflows.stage import stage
 
 
-@task(container_image=images.CPU, cache=Cache(version="1", ignored_inputs=("checkpoint", "vocab", "target")), **DATA)
+@task(container_image=images.CPU, cache=Cache(version="1", ignored_inputs=("checkpoint", "vocab", "target")), retries=2, **DATA)
 @stage
 def export_draft(
     checkpoint: DraftCheckpoint,

@@ -15,7 +15,7 @@ from workflows import store
 from workflows.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
 from workflows.live import JobDeck
 from workflows.resources import DYNAMIC, ENGINE, LIGHT, SERVER, Pod, after_template, replica_pod
-from workflows.stage import stage
+from workflows.stage import recoverable, stage
 
 logger = logging.getLogger("eagle3")
 CACHE = Cache(version="3", ignored_inputs=("shard", "target", "server_url", "tensor_parallel_size"))
@@ -87,7 +87,8 @@ def _key(shard_digest: str, target_digest: str, engine: EngineConfig, extract: E
     return store.digest_of_digests([CACHE.version, shard_digest, target_digest, *settings])
 
 
-@task(container_image=images.CPU, **LIGHT)
+@task(container_image=images.CPU, retries=2, **LIGHT)
+@recoverable
 def gather_hidden_states(
     shards: TokenShards, lanes: list[list[HiddenStateShard | None]], fanout: FanOutConfig
 ) -> HiddenStateShards:
@@ -111,7 +112,8 @@ def gather_hidden_states(
     return HiddenStateShards(ordered, ordered[0].layer_ids, store.digest_of_digests(shard.digest for shard in ordered))
 
 
-@dynamic(container_image=images.CPU, **DYNAMIC)
+@dynamic(container_image=images.CPU, retries=2, **DYNAMIC)
+@recoverable
 def extract_hidden_states(
     shards: TokenShards,
     target: Target,

@@ -13,7 +13,7 @@ from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import Target, TargetRef
 from workflows.resources import DATA, DYNAMIC, HUB, LIGHT, data_pod
-from workflows.stage import stage
+from workflows.stage import recoverable, stage
 
 
 @task(container_image=images.CPU, cache=Cache(version="3", ignored_inputs=("target", "ref")), retries=2, **DATA, **HUB)
@@ -59,7 +59,8 @@ def _as_target(ref: TargetRef, target_digest: str, directory: Path, config: dict
     )
 
 
-@dynamic(container_image=images.CPU, **DYNAMIC)
+@dynamic(container_image=images.CPU, retries=2, **DYNAMIC)
+@recoverable
 def fetch_target_node(target: TargetConfig, ref: TargetRef, target_digest: str, resources: ResourcesConfig) -> Target:
     """fetch_target on the pod that the recipe asks for."""
     return cast(Target, data_pod(resources).node(fetch_target, target=target, ref=ref, target_digest=target_digest))

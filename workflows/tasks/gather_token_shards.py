@@ -9,9 +9,11 @@ import images
 from workflows import store
 from workflows.interfaces import TokenShard, TokenShards
 from workflows.resources import LIGHT
+from workflows.stage import recoverable
 
 
-@task(container_image=images.CPU, **LIGHT)
+@task(container_image=images.CPU, retries=2, **LIGHT)
+@recoverable
 def gather_token_shards(stage: str, before: list[TokenShard], shards: list[TokenShard]) -> TokenShards:
     """Put the shards in order behind those of earlier stages, and tell what became of the stage's prompts."""
     from eagle3.data.regenerate import accounts_text, check_any_left

@@ -9,17 +9,20 @@ import images
 from workflows import store
 from workflows.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
 from workflows.resources import LIGHT
+from workflows.stage import recoverable
 from workflows.summary import run_dir, write_text
 from workflows.tasks.take_shards import identity
 
 
-@task(container_image=images.CPU, **LIGHT)
+@task(container_image=images.CPU, retries=2, **LIGHT)
+@recoverable
 def list_token_shards(run_name: str, target: Target, shards: TokenShards) -> tuple[TokenShards, FlyteFile]:
     """Write token_shards.json: into runs/<run_name> here, into the cluster's storage in a pod."""
     return shards, _list(run_name, "token_shards", target, [_entry(s, store.location(s.file)) for s in shards.shards])
 
 
-@task(container_image=images.CPU, **LIGHT)
+@task(container_image=images.CPU, retries=2, **LIGHT)
+@recoverable
 def list_hidden_states(run_name: str, target: Target, states: HiddenStateShards) -> tuple[HiddenStateShards, FlyteFile]:
     """Write hidden_states.json: into runs/<run_name> here, into the cluster's storage in a pod."""
     return states, _list(run_name, "hidden_states", target, [_entry(s, store.location(s.directory)) for s in states.shards])

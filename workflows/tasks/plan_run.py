@@ -25,13 +25,15 @@ from eagle3.resources import ResourcesConfig, quantity_bytes
 from workflows import store
 from workflows.interfaces import ResolvedInputs, Target
 from workflows.resources import DATA, ENGINE, HUB, LIGHT, TRAINER
+from workflows.stage import recoverable
 from workflows.summary import run_dir, write_text
 from workflows.tasks.cached_run import cached_stages
 
 UNKNOWN = {"all stages": "unknown: a cluster's cache cannot be asked from a task"}
 
 
-@task(container_image=images.CPU, enable_deck=True, deck_fields=(), **LIGHT, **HUB)
+@task(container_image=images.CPU, retries=2, enable_deck=True, deck_fields=(), **LIGHT, **HUB)
+@recoverable
 def plan_run(
     run_name: str,
     prompts: FlyteFile | None,

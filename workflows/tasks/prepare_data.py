@@ -15,7 +15,7 @@ from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
 from workflows.resources import DATA, DYNAMIC, HUB, LIGHT, data_pod
-from workflows.stage import stage
+from workflows.stage import recoverable, stage
 from workflows.summary import data_text, place_of, run_dir, write_data_report
 from workflows.tasks.describe_rows import describe_rows
 
@@ -71,7 +71,8 @@ def prepare_data(
     return PreparedData(shards, tool_tasks, shard(0, files.heldout), FlyteFile(str(report)))
 
 
-@dynamic(container_image=images.CPU, **DYNAMIC)
+@dynamic(container_image=images.CPU, retries=2, **DYNAMIC)
+@recoverable
 def report_data(run_name: str, data: PreparedData, target: Target, vocab: VocabConfig, init_from: str) -> PreparedData:
     """Show what was prepared; rows that have answers already are counted by token, so that the draft vocabulary can be judged."""
     answered = [shard for shard in [*data.shards, *data.tool_tasks] if shard.supervised_tokens]
@@ -82,7 +83,8 @@ def report_data(run_name: str, data: PreparedData, target: Target, vocab: VocabC
     return cast(PreparedData, show_data(run_name=run_name, data=data, described=described, vocab=vocab, init_from=init_from))
 
 
-@dynamic(container_image=images.CPU, **DYNAMIC)
+@dynamic(container_image=images.CPU, retries=2, **DYNAMIC)
+@recoverable
 def prepare_data_node(
     prompts: FlyteFile | None,
     prompts_digest: str,
@@ -114,7 +116,8 @@ def prepare_data_node(
     return cast(PreparedData, node)
 
 
-@task(container_image=images.CPU, enable_deck=True, deck_fields=(), **LIGHT)
+@task(container_image=images.CPU, retries=2, enable_deck=True, deck_fields=(), **LIGHT)
+@recoverable
 def show_data(
     run_name: str, data: PreparedData, described: FlyteDirectory | None, vocab: VocabConfig, init_from: str
 ) -> PreparedData:

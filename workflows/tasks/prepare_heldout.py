@@ -13,7 +13,7 @@ from workflows.resources import DATA
 from workflows.stage import stage
 
 
-@task(container_image=images.CPU, cache=Cache(version="2", ignored_inputs=("heldout", "target")), **DATA)
+@task(container_image=images.CPU, cache=Cache(version="2", ignored_inputs=("heldout", "target")), retries=2, **DATA)
 @stage
 def prepare_heldout(heldout: FlyteFile, heldout_digest: str, target: Target, target_digest: str, data: DataConfig) -> TokenShard:
     from eagle3.data.prepare import prepare_heldout

@@ -9,9 +9,11 @@ from eagle3.promotion import Measurement
 from workflows import store
 from workflows.interfaces import CurrentDraft, DraftExport, EvaluationReport, Promotion, Target, TokenShard
 from workflows.resources import DATA, HUB, LIGHT
+from workflows.stage import recoverable
 
 
-@task(container_image=images.CPU, **LIGHT, **HUB)
+@task(container_image=images.CPU, retries=2, **LIGHT, **HUB)
+@recoverable
 def find_current_draft(promote: PromoteConfig, train: TrainConfig) -> CurrentDraft:
     """Before anything expensive: which draft is served now? Never cached: another run may have promoted one.
 
@@ -34,7 +36,8 @@ def find_current_draft(promote: PromoteConfig, train: TrainConfig) -> CurrentDra
     return CurrentDraft(train, current.number, [draft], current.target_digest)
 
 
-@task(container_image=images.CPU, **LIGHT)
+@task(container_image=images.CPU, retries=2, **LIGHT)
+@recoverable
 def check_current_draft(made_for: str, target: Target) -> Target:
     """Refuse, before the engine starts, a place that keeps drafts for another target; hands the target on to what follows."""
     if made_for and made_for != target.digest:
@@ -45,14 +48,16 @@ def check_current_draft(made_for: str, target: Target) -> Target:
     return target
 
 
-@task(container_image=images.CPU, **LIGHT)
+@task(container_image=images.CPU, retries=2, **LIGHT)
+@recoverable
 def choose_opponent(current: list[DraftExport], draft: DraftExport, report: EvaluationReport) -> DraftExport:
     """What the new draft is compared with: the current one, measured on this run's held-out prompts, since last time's may have
     been others. Where there is none it is the new draft itself, whose report, by now, comes from the cache."""
     return current[0] if current else draft
 
 
-@task(container_image=images.CPU, **DATA)
+@task(container_image=images.CPU, retries=2, **DATA)
+@recoverable
 def promote_draft(
     draft: DraftExport,
     report: EvaluationReport,

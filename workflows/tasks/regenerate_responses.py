@@ -13,7 +13,7 @@ from workflows import store
 from workflows.answering import answer_shard, answering_key, in_lanes
 from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
 from workflows.resources import DYNAMIC, ENGINE, HUB, SERVER
-from workflows.stage import stage
+from workflows.stage import recoverable, stage
 from workflows.tasks.gather_token_shards import gather_token_shards
 
 NAME = "regenerate_responses"
@@ -55,7 +55,8 @@ def _check_initial(init_from: str, init_digest: str, target: Target, layer_ids: 
     check_settings(read_settings(init_from, init_digest, config), config, layer_ids)
 
 
-@dynamic(container_image=images.CPU, **DYNAMIC, **HUB)
+@dynamic(container_image=images.CPU, retries=2, **DYNAMIC, **HUB)
+@recoverable
 def regenerate_responses(
     data: PreparedData,
     target: Target,

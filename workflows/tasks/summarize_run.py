@@ -34,9 +34,11 @@ from workflows.interfaces import (
     TokenShards,
 )
 from workflows.resources import LIGHT
+from workflows.stage import recoverable
 
 
-@task(container_image=images.CPU, enable_deck=True, deck_fields=(), **LIGHT)
+@task(container_image=images.CPU, retries=2, enable_deck=True, deck_fields=(), **LIGHT)
+@recoverable
 def summarize_run(
     run_name: str,
     found: ResolvedInputs,

@@ -25,9 +25,11 @@ from workflows.interfaces import (
     TokenShards,
 )
 from workflows.resources import DATA, LIGHT
+from workflows.stage import recoverable
 
 
-@task(container_image=images.CPU, **DATA)
+@task(container_image=images.CPU, retries=2, **DATA)
+@recoverable
 def take_token_shards(places: list[str], heldout: TokenShard, target: Target, regenerate: RegenerateConfig) -> GivenTokenShards:
     """Tell answered shards from those that wait.
 
@@ -56,7 +58,8 @@ def take_token_shards(places: list[str], heldout: TokenShard, target: Target, re
     )
 
 
-@task(container_image=images.CPU, **DATA)
+@task(container_image=images.CPU, retries=2, **DATA)
+@recoverable
 def take_hidden_states(places: list[str], heldout: TokenShard, target: Target, extract: ExtractConfig) -> GivenHiddenStates:
     """Read manifests, and token ids and masks of the chunks, which become token shards again: the vocabulary is chosen by them.
 
@@ -88,7 +91,8 @@ def take_hidden_states(places: list[str], heldout: TokenShard, target: Target, e
     )
 
 
-@task(container_image=images.CPU, **LIGHT)
+@task(container_image=images.CPU, retries=2, **LIGHT)
+@recoverable
 def join_token_shards(answered: TokenShards, made: TokenShards) -> TokenShards:
     """The shards that had their answers, and behind them those that got them now."""
     return _token_shards([*answered.shards, *made.shards], made.accounts)

@@ -15,7 +15,7 @@ from workflows import store
 from workflows.interfaces import DraftCheckpoint, DraftVocab, HiddenStateShards, Target
 from workflows.live import AttemptCheckpoint, TrainingDeck
 from workflows.resources import DYNAMIC, HUB, TRAINER, trainer_pod
-from workflows.stage import stage
+from workflows.stage import recoverable, stage
 
 CACHE = Cache(version="2", ignored_inputs=("states", "vocab", "target", "init_from"))
 
@@ -82,7 +82,8 @@ def _fetch_initial(init_from: str, digest: str, target_dir: str, layer_ids: list
     warn_of_overrides(out, cfg)
 
 
-@dynamic(container_image=images.CPU, **DYNAMIC)
+@dynamic(container_image=images.CPU, retries=2, **DYNAMIC)
+@recoverable
 def train_draft_node(
     states: HiddenStateShards,
     states_digest: str,
