@@ -137,8 +137,9 @@ class RegenerateConfig(StageConfig):
         )
 
     def for_sources(self, names: list[str]) -> "RegenerateConfig":
-        """The same, without the sampling of other sources: what decides the answers of a shard is in its key, and no more."""
-        return self.model_copy(update={"sources": {name: own for name, own in self.sources.items() if name in names}})
+        """The same, without the sampling of other sources and whatever their order: what decides the answers of a shard is in its
+        key, and no more."""
+        return self.model_copy(update={"sources": {name: own for name, own in sorted(self.sources.items()) if name in names}})
 
     @property
     def longest_answer(self) -> int:

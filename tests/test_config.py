@@ -80,6 +80,8 @@ def test_a_source_is_sampled_by_its_own_settings_where_it_has_some() -> None:
     for names in (["tasks"], ["long", "others"], []):
         kept = cfg.for_sources(names)
         assert kept.sources.keys() == cfg.sources.keys() & set(names)
+        turned = cfg.model_copy(update={"sources": dict(reversed(own.items()))}).for_sources(names)
+        assert turned.model_dump_json() == kept.model_dump_json()
         assert [kept.sampling(name) for name in names] == [cfg.sampling(name) for name in names]
     with pytest.raises(ValueError, match="regenerate.max_new_tokens must not exceed engine.max_model_len 100, got 150"):
         check_lengths(DataConfig(max_prompt_tokens=60, max_tokens=100), ENGINE, cfg, EvaluateConfig(max_new_tokens=8))
