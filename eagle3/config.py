@@ -1,8 +1,9 @@
 """Settings: one frozen pydantic model per stage; a recipe is a YAML file with one block for each.
 
-A stage's settings are part of its cache key, those included that only change how fast or how often something happens, except
-where a description says otherwise. What must hold between stages stands in config_checks.py. Validators run on every Flyte hop:
-they are cheap and touch no file.
+A stage's settings are part of its cache key, those of the engine included that only change its speed. In no key are places (what
+lies there is, by content or commit) nor what says where and how a stage runs: FanOutConfig, DataConfig.workers, and HOW_ONLY of
+TrainConfig. tests/workflows/test_cache_keys.py says of each setting which stages run again. What must hold between stages stands
+in config_checks.py. Validators run on every Flyte hop: they are cheap and touch no file.
 """
 
 from typing import Literal
@@ -137,8 +138,9 @@ class RegenerateConfig(StageConfig):
         )
 
     def for_sources(self, names: list[str]) -> "RegenerateConfig":
-        """The same, without the sampling of other sources: what decides the answers of a shard is in its key, and no more."""
-        return self.model_copy(update={"sources": {name: own for name, own in self.sources.items() if name in names}})
+        """The same, without the sampling of other sources and whatever their order: what decides the answers of a shard is in its
+        key, and no more."""
+        return self.model_copy(update={"sources": {name: own for name, own in sorted(self.sources.items()) if name in names}})
 
     @property
     def longest_answer(self) -> int:
@@ -170,7 +172,10 @@ class ExtractConfig(StageConfig):
     )
 
 
-HOW_ONLY = {"device", "processes", "disk_budget_bytes", "checkpoint_every"}
+# In no key: a larger disk budget, or another number of GPUs, trains no finished draft anew.
+HOW_ONLY = ("device", "processes", "disk_budget_bytes", "checkpoint_every")
+# What dtype `auto` is there, as eagle3/training/loop.py has it.
+DTYPE_ON = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 class TrainConfig(StageConfig):
@@ -242,13 +247,14 @@ class TrainConfig(StageConfig):
             )
         return self
 
-    def without_place(self) -> "TrainConfig":
-        """The same, without where the initial draft lies: what it holds goes into keys by its digest."""
-        return self.model_copy(update={"init_from": "", "init_revision": ""})
+    def settings_of_result(self) -> "TrainConfig":
+        """What decides the draft: the same, its defaults for how training runs and for where the initial draft lies.
 
-    def settings_of_result(self) -> str:
-        """The settings that decide what is learnt, as JSON: without those that only say where and how."""
-        return self.model_dump_json(exclude=HOW_ONLY)
+        What that draft holds goes into keys by its digest. A device that decides the compute dtype stands there as that dtype.
+        """
+        how = {name: type(self).model_fields[name].default for name in HOW_ONLY}
+        dtype = DTYPE_ON.get(self.device, "auto") if self.dtype == "auto" else self.dtype
+        return self.model_copy(update=how | {"dtype": dtype, "init_from": "", "init_revision": ""})
 
     @property
     def step_weights(self) -> list[float]:

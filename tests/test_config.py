@@ -58,9 +58,26 @@ def test_every_process_needs_a_pack_in_each_step() -> None:
 
 
 def test_where_and_how_do_not_decide_the_result() -> None:
-    one, other = TrainConfig(), TrainConfig(device="cpu", packs_per_step=1, processes=1, checkpoint_every=7, disk_budget_bytes=9)
-    assert one.settings_of_result() == other.settings_of_result()
-    assert one.settings_of_result() != TrainConfig(seed=1).settings_of_result()
+    how = {"device": "cpu", "processes": 2, "checkpoint_every": 7, "disk_budget_bytes": 9, "init_from": "x", "init_revision": "y"}
+    one = TrainConfig(dtype="float32", packs_per_step=2)
+    other = TrainConfig(dtype="float32", packs_per_step=2, **how)
+    assert one == one.settings_of_result() == other.settings_of_result() != other
+    assert TrainConfig(seed=1).settings_of_result() == TrainConfig(seed=1)
+
+
+def test_a_device_that_decides_the_dtype_stands_in_keys_as_that_dtype() -> None:
+    """auto is bfloat16 on a GPU and float32 on a CPU: the draft of one is not the other's."""
+    kept = {device: TrainConfig(device=device).settings_of_result() for device in ("auto", "cpu", "cuda")}
+    assert kept == {
+        "auto": TrainConfig(),
+        "cpu": TrainConfig(dtype="float32"),
+        "cuda": TrainConfig(dtype="bfloat16"),
+    }
+
+
+def test_settings_of_a_result_pass_their_own_checks() -> None:
+    given = TrainConfig(packs_per_step=4, processes=4)
+    assert TrainConfig.model_validate_json(given.settings_of_result().model_dump_json()) == TrainConfig(packs_per_step=4)
 
 
 def test_rows_that_keep_their_answers_must_fit_where_others_are_regenerated() -> None:
@@ -80,6 +97,8 @@ def test_a_source_is_sampled_by_its_own_settings_where_it_has_some() -> None:
     for names in (["tasks"], ["long", "others"], []):
         kept = cfg.for_sources(names)
         assert kept.sources.keys() == cfg.sources.keys() & set(names)
+        turned = cfg.model_copy(update={"sources": dict(reversed(own.items()))}).for_sources(names)
+        assert turned.model_dump_json() == kept.model_dump_json()
         assert [kept.sampling(name) for name in names] == [cfg.sampling(name) for name in names]
     with pytest.raises(ValueError, match="regenerate.max_new_tokens must not exceed engine.max_model_len 100, got 150"):
         check_lengths(DataConfig(max_prompt_tokens=60, max_tokens=100), ENGINE, cfg, EvaluateConfig(max_new_tokens=8))

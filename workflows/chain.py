@@ -4,9 +4,9 @@
     collect_agent_traces -> build_vocab           -> train_draft -> export_draft -> evaluate_draft -> summarize_run
                          \\> extract_hidden_states /
 
-Every stage is cached by the content of what it reads (`*_digest`, `source_versions`) and its own settings; replicas and places
-are in no key (but that of prepare_heldout, the work of seconds). So a workflow that stops early, or starts from what exists,
-shares its entries with all others.
+Every stage is cached by the content of what it reads (`*_digest`, `source_versions`) and its own settings; places, and where and
+how a stage runs, are in no key (but that of prepare_heldout, the work of seconds). So a workflow that stops early, or starts from
+what exists, shares its entries with all others.
 """
 
 from dataclasses import dataclass

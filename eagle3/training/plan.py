@@ -57,5 +57,5 @@ def make_plan(rows: ShardRows, cfg: TrainConfig, identity: str) -> Plan:
     if not validation and cfg.keep == "best":
         logger.warning("train.keep best means the last weights here: %d rows leave none to validate on", len(rows.lengths))
     order = (*rows.digests, *rows.sample_ids, *map(str, rows.lengths), *map(str, rows.chunk_of))
-    digest = digest_of(cfg.settings_of_result(), identity, *order)
+    digest = digest_of(cfg.settings_of_result().model_dump_json(), identity, *order)
     return Plan(steps, frozenset(validate_after if validation else ()), validation, digest)

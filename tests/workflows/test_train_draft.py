@@ -49,7 +49,8 @@ def run(tmp_path: Path, shard_dir: str = "", **settings: Any) -> DraftCheckpoint
         target_digest="target",
         init_from="",
         init_digest="",
-        train=TrainConfig(**settings),
+        given=TrainConfig(**settings),
+        train=TrainConfig(**settings).settings_of_result(),
     )
     return made
 

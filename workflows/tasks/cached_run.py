@@ -101,7 +101,7 @@ def _add_draft(
     """Training, export and evaluation."""
     keyed: dict[str, Any] = {"target_digest": found.target.digest, "vocab_digest": vocab.digest}
     digest = store.digest_of_digests(shard.digest for shard in states)
-    training = {"states_digest": digest, "init_digest": found.init_digest, "train": cfg.train.without_place()}
+    training = {"states_digest": digest, "init_digest": found.init_digest, "train": cfg.train.settings_of_result()}
     trained = cached_output(train_draft, DraftCheckpoint, **keyed, **training)
     state["train"] = _word(trained)
     if trained is None:

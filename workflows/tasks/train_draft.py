@@ -17,7 +17,7 @@ from workflows.live import AttemptCheckpoint, TrainingDeck
 from workflows.resources import DYNAMIC, HUB, TRAINER, trainer_pod
 from workflows.stage import recoverable, stage
 
-CACHE = Cache(version="2", ignored_inputs=("states", "vocab", "target", "init_from"))
+CACHE = Cache(version="3", ignored_inputs=("states", "vocab", "target", "init_from", "given"))
 
 
 @task(container_image=images.GPU, cache=CACHE, retries=3, enable_deck=True, deck_fields=(), **TRAINER, **HUB)
@@ -31,21 +31,25 @@ def train_draft(
     target_digest: str,
     init_from: str,
     init_digest: str,
+    given: TrainConfig,
     train: TrainConfig,
 ) -> DraftCheckpoint:
-    """Train in processes of their own; a run that was killed goes on from its checkpoint, here and in a pod."""
+    """Train in processes of their own; a run that was killed goes on from its checkpoint, here and in a pod.
+
+    `given` says how, too; in the cache key stands `train`, its settings_of_result alone.
+    """
     from eagle3.training import launch
     from eagle3.training.checkpoint import CHECKPOINT_NAME
     from eagle3.training.loop import METRICS
 
+    assert train == given.settings_of_result(), "the key would be another draft's"
     store.share_credentials()
     target_dir = target.directory.download()
-    key = store.digest_of_digests(
-        [CACHE.version, states_digest, vocab_digest, target_digest, init_digest, train.settings_of_result()]
-    )
+    digests = [states_digest, vocab_digest, target_digest, init_digest]
+    key = store.digest_of_digests([CACHE.version, *digests, train.model_dump_json()])
     with tempfile.TemporaryDirectory() as init_dir, store.resumable_dir("train_draft", key) as out:
         if init_digest:
-            _fetch_initial(init_from, init_digest, target_dir, states.layer_ids, train, init_dir)
+            _fetch_initial(init_from, init_digest, target_dir, states.layer_ids, given, init_dir)
         checkpoint, deck = AttemptCheckpoint(out / CHECKPOINT_NAME), TrainingDeck(out / METRICS)
         checkpoint.restore()
 
@@ -59,7 +63,7 @@ def train_draft(
             target_dir=target_dir,
             layer_ids=states.layer_ids,
             out_dir=str(out),
-            cfg=train,
+            cfg=given,
             init_dir=init_dir if init_digest else "",
         )
         try:
@@ -107,6 +111,7 @@ def train_draft_node(
         target_digest=target_digest,
         init_from=init_from,
         init_digest=init_digest,
-        train=train.without_place(),
+        given=train,
+        train=train.settings_of_result(),
     )
     return cast(DraftCheckpoint, node)
