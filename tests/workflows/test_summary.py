@@ -1,6 +1,7 @@
 """What a run says of itself: settings without secrets, versions, the line on the target's answers, the lines that serve."""
 
 import os
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -32,6 +33,21 @@ def test_settings_keep_no_secret_of_a_url() -> None:
     assert settings["data"]["sources"][0]["name"] == "a?b@c"
     assert settings["fanout"]["server_urls"] == ["http://host:8000", "http://host/x"]
     assert "word" not in str(settings)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/", "../a", "a\\b", "a\0b", "n" * 201])
+def test_a_run_name_that_is_no_directorys_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"run_name must be the name of a directory in runs/.*got {re.escape(repr(name[:200]))}"):
+        summary.run_dir(name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["smoke", "..a", "a b", "7", "n" * 200])
+def test_a_runs_reports_lie_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert summary.run_dir(name) == tmp_path / "runs" / name
+    assert (tmp_path / "runs" / name).is_dir()
 
 
 def test_versions_are_those_of_this_process() -> None:

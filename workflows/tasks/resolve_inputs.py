@@ -21,11 +21,13 @@ from workflows import journal, store
 from workflows.interfaces import ResolvedInputs, TargetRef
 from workflows.resources import HUB, LIGHT
 from workflows.stage import recoverable
+from workflows.summary import check_run_name
 
 
 @task(container_image=images.CPU, retries=2, **LIGHT, **HUB)
 @recoverable
 def resolve_inputs(
+    run_name: str,
     prompts: FlyteFile | None,
     heldout: FlyteFile,
     target: TargetConfig,
@@ -39,6 +41,7 @@ def resolve_inputs(
     from eagle3.data.sources import source_name
 
     journal.start()
+    check_run_name(run_name)
     if not (prompts or data.sources):
         raise ValueError("there is nothing to train on: give prompts, data.sources or both")
     check_sampled_sources(regenerate, ["train", *map(source_name, data.sources)])
@@ -48,6 +51,7 @@ def resolve_inputs(
 @task(container_image=images.CPU, retries=2, **LIGHT, **HUB)
 @recoverable
 def resolve_without_data(
+    run_name: str,
     heldout: FlyteFile,
     target: TargetConfig,
     engine: EngineConfig,
@@ -58,6 +62,7 @@ def resolve_without_data(
 ) -> ResolvedInputs:
     """The same for a run whose shards exist already: its prompts and sources are not looked for."""
     journal.start()
+    check_run_name(run_name)
     without = data.model_copy(update={"sources": [], "excluded": []})
     return _resolve(None, heldout, target, engine, without, regenerate, evaluate, train)
 
