@@ -171,7 +171,9 @@ def _start_lines(
     options |= {"tensor_parallel_size": num_gpus} if num_gpus > 1 else {}
     options |= {"dtype": evaluate.dtype, "max_model_len": engine.max_model_len}
     options |= {"enforce_eager": engine.enforce_eager, "enable_chunked_prefill": False, "max_num_batched_tokens": batched}
-    flags = f"--revision {revision} " * bool(revision) + f"--dtype {evaluate.dtype} --max-model-len {engine.max_model_len}"
+    # vLLM's own default is every interface, for whoever reaches it.
+    flags = f"--revision {revision} " * bool(revision) + f"--host 127.0.0.1 --dtype {evaluate.dtype}"
+    flags += f" --max-model-len {engine.max_model_len}"
     flags += f" --tensor-parallel-size {num_gpus}" * (num_gpus > 1) + " --enforce-eager" * engine.enforce_eager
     flags += f" --no-enable-chunked-prefill --max-num-batched-tokens {batched}"
     flags += f" --speculative-config {shlex.quote(json.dumps(draft))}"
@@ -184,6 +186,8 @@ def _start_lines(
         shell = f"vllm serve {model} {flags}"
     settings = "".join(f", {key}={value!r}" for key, value in options.items())
     return shell, f"llm = vllm.LLM(model={target!r}{settings}, speculative_config={draft!r})"
+
+    from eagle3.evaluation.report import SERVE_NOTE
 
 
 def render_text(summary: dict[str, Any]) -> str:
@@ -209,7 +213,7 @@ def render_text(summary: dict[str, Any]) -> str:
         f"data      {summary['data_html']}",
         f"figures   {summary['summary_json']}",
         "",
-        "Serve it:",
+        f"Serve it. {SERVE_NOTE}",
         *(f"  {line}" for line in summary["serve"].values()),
         "",
     ]

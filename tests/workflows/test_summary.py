@@ -79,7 +79,10 @@ def test_a_place_is_a_path_here_and_a_name_in_the_output_of_a_pod(tmp_path: Path
 
 
 ENGINE, EVALUATE = EngineConfig(max_model_len=64, max_num_batched_tokens=16), EvaluateConfig(num_speculative_tokens=2)
-COMMON = "--dtype float32 --max-model-len 64 --no-enable-chunked-prefill --max-num-batched-tokens 64 --speculative-config"
+COMMON = (
+    "--host 127.0.0.1 --dtype float32 --max-model-len 64 --no-enable-chunked-prefill --max-num-batched-tokens 64 "
+    "--speculative-config"
+)
 
 
 def test_a_draft_in_a_store_is_fetched_and_a_target_of_the_hub_served_by_its_id(tmp_path: Path) -> None:
