@@ -18,6 +18,7 @@ from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.types.file import FlyteFile
 
 from eagle3.config import PromoteConfig
+from eagle3.places import check_place
 from workflows.recipe import Recipe
 from workflows.retrain_eagle3 import retrain_eagle3
 
@@ -60,7 +61,7 @@ def inputs_of(recipe: Path) -> dict[str, Any]:
     rates = {name: getattr(train, name) * RATE_SHARE for name in RATES}
     for name, changes in (("train", rates), ("evaluate", EVALUATE)):
         blocks[name] = blocks.get(name, {}) | changes
-    files = {name: FlyteFile(blocks.pop(name)) for name in ("prompts", "heldout")}
+    files = {name: FlyteFile(check_place(blocks.pop(name))) for name in ("prompts", "heldout")}
     settings = {name: value if isinstance(value, str) else kinds[name](**value) for name, value in blocks.items()}
     defaults = {f.name: f.default for f in fields(Recipe) if f.default is not MISSING}
     return {**defaults, **settings, **files, "promote": PromoteConfig(place=PROMOTED)}

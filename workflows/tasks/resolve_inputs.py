@@ -94,9 +94,9 @@ def _resolve(
         check_max_model_len(engine.max_model_len, config)
     init_from, init_digest = resolve_initial(train.init_from, train.init_revision) if train.init_from else ("", "")
     return ResolvedInputs(
-        prompts_digest=store.file_digest(prompts.download()) if prompts else "",
+        prompts_digest=store.file_digest(store.fetch(prompts)) if prompts else "",
         source_versions=[resolve_source(source)[1] for source in (*data.sources, *data.excluded)],
-        heldout_digest=store.file_digest(heldout.download()),
+        heldout_digest=store.file_digest(store.fetch(heldout)),
         target=ref,
         public_name=public_name,
         regenerate=regenerate.enabled,
