@@ -107,6 +107,7 @@ lock: .venv/installed
 store-size: .venv/installed
 	.venv/bin/python -m workflows.store_size
 
-# Removes the outputs of local runs; Flyte's entries that pointed to them count as misses from then on.
+# Removes the outputs of local runs, where nothing else lies among them; Flyte's entries that pointed to them count as misses from
+# then on. Makes no environment: who cleans may lack the room.
 clean-cache:
-	rm -rf "$${EAGLE3_STORE:-$$HOME/.cache/eagle3}"
+	.venv/bin/python -m workflows.clean_store

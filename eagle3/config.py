@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from eagle3.stage_config import StageConfig
+from eagle3.stage_config import Place, StageConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -18,12 +18,12 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class TargetConfig(StageConfig):
     """Which model the draft is for."""
 
-    name: str = Field(description="hub id, directory with safetensors, by path or URL, or a .gguf file")
+    name: Place = Field(description="hub id, directory with safetensors, by path or URL, or a .gguf file")
     revision: str = Field(default="", description="hub revision (branch, tag or commit); empty means the default branch")
     public_name: str = Field(
         default="", description="name written into the exported draft; needed when `name` is a path, else the hub id is used"
     )
-    chat_template: str = Field(
+    chat_template: Place = Field(
         default="", description="path or URL of a Jinja file that replaces the target's chat template; empty: the target's own"
     )
 
@@ -51,7 +51,7 @@ PRESETS_WITHOUT_PLACE = ("bfcl",)
 class SourceConfig(StageConfig):
     """One source of rows."""
 
-    path: str = Field(
+    path: Place = Field(
         default="",
         description="hub data set as name[:subset]:split, file, directory or URL; empty: where the preset's data set lies",
     )
@@ -207,7 +207,7 @@ class TrainConfig(StageConfig):
     warmup_share: float = Field(default=0.05, ge=0, lt=1, description="share of steps in linear warm-up")
     schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="after warm-up, down to zero")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradient clipping threshold, L2 norm")
-    init_from: str = Field(
+    init_from: Place = Field(
         default="",
         description="draft to go on from, in the Speculators format: hub id, directory, URL or runs/<run_name>; its vocabulary "
         "and norm flags then hold; empty starts afresh",
@@ -289,7 +289,7 @@ class FanOutConfig(StageConfig):
     tensor_parallel_size: int = Field(
         default=1, ge=1, description="GPUs of one replica, over which the target is split; of the evaluation too"
     )
-    server_urls: list[str] = Field(
+    server_urls: list[Place] = Field(
         default=[], description="running vLLM servers that answer and capture instead of replicas, shards dealt out in turn"
     )
     min_success_ratio: float = Field(
@@ -303,7 +303,7 @@ class FanOutConfig(StageConfig):
 class PromoteConfig(StageConfig):
     """promote: the draft that is served, and when another takes its place."""
 
-    place: str = Field(
+    place: Place = Field(
         min_length=1, description="directory or URL that keeps promoted.json and the promoted drafts; remote: a URL"
     )
     margin: float = Field(

@@ -18,6 +18,7 @@ import numpy as np
 from eagle3.data.prepare import HELDOUT_NAME
 from eagle3.data.script import is_tool_task
 from eagle3.hidden_states import MANIFEST_NAME, check_chunk_size, parse_manifest
+from eagle3.places import check_place, hiding_secrets, shown
 from eagle3.remote import file_size, is_remote, read_bytes, try_often
 from eagle3.shards import TokenRow, TokenShardSummary, read_token_shard, summarise_rows
 
@@ -56,6 +57,7 @@ def listing(kind: str, target: dict[str, str], shards: Iterable[dict[str, Any]])
     return json.dumps({"kind": kind, "target": target, "shards": list(shards)}, indent=1)
 
 
+@hiding_secrets()
 def find_token_shards(
     places: Sequence[str], target: dict[str, str], vocab_size: int, heldout: list[TokenRow]
 ) -> list[ExistingTokens]:
@@ -82,6 +84,7 @@ def find_token_shards(
     return found
 
 
+@hiding_secrets()
 def find_hidden_states(
     places: Sequence[str], target: dict[str, str], layer_ids: list[int], vocab_size: int, heldout: list[TokenRow]
 ) -> list[ExistingStates]:
@@ -101,7 +104,7 @@ def find_hidden_states(
         _check_made_for(place, _target_of(manifest), target)
         if (theirs := manifest["info"].get("layer_ids")) != layer_ids:
             raise ValueError(
-                f"{place} holds the aux layers {theirs}, this run wants {layer_ids}; set extract.layer_ids to the former"
+                f"{shown(place)} holds the aux layers {theirs}, this run wants {layer_ids}; set extract.layer_ids to the former"
             )
         rows = [row for entry in manifest["chunks"] for row in _chunk_rows(f"{place}/{entry['file']}", entry)]
         _check_ids(place, rows, vocab_size)
@@ -116,7 +119,7 @@ def _expand(places: Sequence[str], kind: str, target: dict[str, str], inside: An
     if not places:
         raise ValueError("at least one shard must be given, got none; name files, directories or a listing in `shards`")
     found: list[str] = []
-    for given in places:
+    for given in map(check_place, places):
         place = given.rstrip("/") if is_remote(given) else str(Path(given).expanduser().resolve())
         found += _listed(place, kind, target) if place.endswith(".json") else inside(place)
     return found
@@ -125,20 +128,20 @@ def _expand(places: Sequence[str], kind: str, target: dict[str, str], inside: An
 def _listed(place: str, kind: str, target: dict[str, str]) -> list[str]:
     text = read_bytes(place)
     if text is None:
-        raise ValueError(f"{place}: no such listing; {REMOTE_HINT}")
+        raise ValueError(f"{shown(place)}: no such listing; {REMOTE_HINT}")
     try:
         content = json.loads(text)
         found, made_for, shards = content["kind"], content["target"], [str(shard["place"]) for shard in content["shards"]]
         dict(made_for)
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(
-            f"{place} is not a listing of shards ({e!r}); give {kind}.json of a run, or the shards themselves"
+            f"{shown(place)} is not a listing of shards ({e!r}); give {kind}.json of a run, or the shards themselves"
         ) from e
     if found != kind:
         other = {"token_shards": "train_from_shards", "hidden_states": "train_from_states"}.get(found, "no workflow")
-        raise ValueError(f"{place} lists {found}, this workflow starts from {kind}; {other} takes it")
+        raise ValueError(f"{shown(place)} lists {found}, this workflow starts from {kind}; {other} takes it")
     _check_made_for(place, made_for, target)
-    return shards
+    return list(map(check_place, shards))
 
 
 def _parquet_files(place: str) -> list[str]:
@@ -146,7 +149,7 @@ def _parquet_files(place: str) -> list[str]:
         return [place]
     names = [name for name in _names(place) if name.endswith(".parquet") and name != HELDOUT_NAME]
     if not names:
-        raise ValueError(f"{place} holds no token shard (*.parquet); {REMOTE_HINT}")
+        raise ValueError(f"{shown(place)} holds no token shard (*.parquet); {REMOTE_HINT}")
     return [f"{place}/{name}" for name in names]
 
 
@@ -156,7 +159,7 @@ def _shard_dirs(place: str) -> list[str]:
         return [place]
     inside = [f"{place}/{name}" for name in names if not name.startswith(".") and read_bytes(f"{place}/{name}/{MANIFEST_NAME}")]
     if not inside:
-        raise ValueError(f"{place} holds no finished hidden-state shard ({MANIFEST_NAME}); {REMOTE_HINT}")
+        raise ValueError(f"{shown(place)} holds no finished hidden-state shard ({MANIFEST_NAME}); {REMOTE_HINT}")
     return inside
 
 
@@ -178,7 +181,7 @@ def _token_rows(place: str) -> list[TokenRow]:
         return read_token_shard(place)
     data = read_bytes(place)
     if data is None:
-        raise ValueError(f"{place}: no such token shard; {REMOTE_HINT}")
+        raise ValueError(f"{shown(place)}: no such token shard; {REMOTE_HINT}")
     with TemporaryDirectory() as directory:
         copy = Path(directory) / "shard.parquet"
         copy.write_bytes(data)
@@ -194,7 +197,7 @@ def _chunk_rows(place: str, entry: dict[str, Any]) -> list[TokenRow]:
     try:
         ids, mask = try_often(lambda: _read_ranges(place, entry["bytes"], sum(entry["lengths"])), place)
     except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{place} is not a chunk of hidden states ({e}); delete its shard and extract it again") from e
+        raise ValueError(f"{shown(place)} is not a chunk of hidden states ({e}); delete its shard and extract it again") from e
     rows, start = [], 0
     for sample_id, length in zip(entry["sample_ids"], entry["lengths"], strict=True):
         stop = start + length
@@ -232,7 +235,7 @@ def _target_of(manifest: dict[str, Any]) -> dict[str, str]:
 def _check_made_for(place: str, theirs: dict[str, str], target: dict[str, str]) -> None:
     if theirs.get("digest") != target["digest"]:
         raise ValueError(
-            f"{place} was made for the target {theirs.get('name')}, revision {theirs.get('revision')}, digest "
+            f"{shown(place)} was made for the target {theirs.get('name')}, revision {theirs.get('revision')}, digest "
             f"{theirs.get('digest')}; this run's is {target['name']}, revision {target['revision']}, digest {target['digest']}: "
             "set target.name and target.revision (and its chat template) to the former, or make new shards"
         )
@@ -242,7 +245,7 @@ def _check_ids(place: str, rows: list[TokenRow], vocab_size: int) -> None:
     for row in rows:
         if not row.token_ids or not 0 <= min(row.token_ids) <= max(row.token_ids) < vocab_size:
             raise ValueError(
-                f"{place}: row {row.sample_id} needs token ids from 0 to {vocab_size - 1}, the target's; "
+                f"{shown(place)}: row {row.sample_id} needs token ids from 0 to {vocab_size - 1}, the target's; "
                 "it was prepared for another target: prepare it again with this one's tokenizer"
             )
 
@@ -253,7 +256,7 @@ def _check_heldout(place: str, rows: list[TokenRow], heldout: list[TokenRow]) ->
     num_shared = sum(row.sample_id.partition(":")[0] in openings for row in rows)
     if num_shared:
         raise ValueError(
-            f"{place}: {num_shared} of {len(rows)} rows begin with a held-out prompt, so the measurement would flatter; "
+            f"{shown(place)}: {num_shared} of {len(rows)} rows begin with a held-out prompt, so the measurement would flatter; "
             "give heldout other prompts, or prepare the shards with this heldout file"
         )
 
@@ -262,5 +265,5 @@ def _check_distinct(shards: list[tuple[str, str]]) -> None:
     seen: dict[str, str] = {}
     for place, digest in shards:
         if digest in seen:
-            raise ValueError(f"{place} and {seen[digest]} are the same shard (digest {digest}); give each once")
+            raise ValueError(f"{shown(place)} and {shown(seen[digest])} are the same shard (digest {digest}); give each once")
         seen[digest] = place

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from eagle3.config import ExportConfig
 from eagle3.draft.speculators import FLAGS, LAYER_TYPES, expected_shapes
+from eagle3.places import shown
 from eagle3.shards import digest_of
 from eagle3.target.weights import check_target_dir
 from eagle3.vocab import Vocab, load_vocab
@@ -126,7 +127,7 @@ def check_public_name(name: str) -> None:
     """
     if _looks_local(name) or Path(name).exists():
         raise ValueError(
-            f"the exported draft must name its target as others know it, got {name!r}; set target.public_name to a hub id "
+            f"the exported draft must name its target as others know it, got {shown(name)!r}; set target.public_name to a hub id "
             "such as org/model (a local path would not exist where the draft is served)"
         )
 

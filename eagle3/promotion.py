@@ -22,6 +22,7 @@ from pathlib import Path
 import fsspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from eagle3.places import hiding_secrets, shown
 from eagle3.remote import file_size, is_remote, read_bytes, try_often
 
 POINTER = "promoted.json"
@@ -93,6 +94,7 @@ def decide(new: Measurement, current: Measurement | None, margin: float, identic
     return Decision(True, text)
 
 
+@hiding_secrets()
 def current_promotion(place: str) -> Promoted | None:
     """The draft that is served now; None where there is none yet.
 
@@ -104,15 +106,17 @@ def current_promotion(place: str) -> Promoted | None:
     number = found.number + 1 if found else 1
     while (later := _read(_record(root, number))) is not None:
         if later.number != number:
-            raise ValueError(f"{_record(root, number)} must have its own number {number}, got {later.number}; correct it")
+            raise ValueError(f"{shown(_record(root, number))} must have its own number {number}, got {later.number}; correct it")
         found, number = later, number + 1
     if found and file_size(f"{found.export}/{FILES[-1]}") is None:
         raise ValueError(
-            f"the promoted draft {found.export} is gone; put it back, or move {root}/{POINTER} and promotions/ away to start anew"
+            f"the promoted draft {shown(found.export)} is gone; put it back, or move {shown(root)}/{POINTER} and "
+            "promotions/ away to start anew"
         )
     return found
 
 
+@hiding_secrets()
 def restore_pointer(place: str) -> Promoted | None:
     """The draft that is served now, with promoted.json naming it: a writer that was killed, or a hand, may have added another."""
     root = _root(place)
@@ -122,6 +126,7 @@ def restore_pointer(place: str) -> Promoted | None:
     return current
 
 
+@hiding_secrets()
 def promote(place: str, export_dir: str, new: Promoted) -> Promoted:
     """Keep a draft and let promoted.json name it.
 
@@ -160,7 +165,7 @@ def _read(path: str) -> Promoted | None:
         return Promoted.model_validate(json.loads(text))
     except (ValueError, ValidationError) as e:
         raise ValueError(
-            f"{path} does not name a promoted draft ({e}); restore it from promotions/ beside it, or move it away"
+            f"{shown(path)} does not name a promoted draft ({e}); restore it from promotions/ beside it, or move it away"
         ) from e
 
 

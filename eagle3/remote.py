@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from eagle3.places import hiding_secrets, shown, without_secrets
 from eagle3.shards import digest_of
 
 logger = logging.getLogger(__name__)
@@ -31,12 +32,13 @@ def is_remote(place: str | Path) -> bool:
     return "://" in str(place)
 
 
+@hiding_secrets()
 def try_often(action: Callable[[], T], url: str, stopped: threading.Event | None = None) -> T:
     """Call `action` until it succeeds, waiting longer each time; a missing or wrong file is not waited for.
 
     Raises:
         FileNotFoundError, ValueError: at once.
-        ConnectionError: after the last try; names the URL.
+        ConnectionError: after the last try; names the URL as it may be shown.
         Stopped: if `stopped` was set meanwhile.
     """
     stopped = stopped or threading.Event()
@@ -47,10 +49,11 @@ def try_often(action: Callable[[], T], url: str, stopped: threading.Event | None
             raise
         # Not every store's connection errors are OSErrors: botocore's are not.
         except Exception as e:
+            told = f"{type(e).__name__}: {without_secrets(str(e))}"
             if attempt == TRIES - 1:
                 remedy = "check the store and the free disk space"
-                raise ConnectionError(f"{url} could not be reached in {TRIES} tries ({e!r}); {remedy}") from e
-            logger.warning("%s: %r, trying again", url, e)
+                raise ConnectionError(f"{shown(url)} could not be reached in {TRIES} tries ({told}); {remedy}") from e
+            logger.warning("%s: %s, trying again", shown(url), told)
             if stopped.wait(FIRST_PAUSE_S * 2**attempt):
                 raise Stopped from e
     raise AssertionError
@@ -128,7 +131,7 @@ def file_version(store: Any, path: str) -> str:
     except (ConnectionError, TimeoutError):
         raise
     except OSError as e:
-        raise ValueError(f"{path} cannot be read ({e}); give a readable file") from e
+        raise ValueError(f"{shown(path)} cannot be read ({e}); give a readable file") from e
     return sha.hexdigest()[:32]
 
 
@@ -188,7 +191,7 @@ def move_file(path: Path, place: str) -> None:
     try_often(put, place)
     found, size = file_size(place), path.stat().st_size
     if found != size:
-        raise OSError(f"{place} should have {size} bytes after its upload, the store says {found}; run again")
+        raise OSError(f"{shown(place)} should have {size} bytes after its upload, the store says {found}; run again")
     path.unlink()
 
 

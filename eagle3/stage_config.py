@@ -1,17 +1,22 @@
 """What every settings model is: frozen, without unknown keys, and its faults are told by the keys of a recipe."""
 
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+
+from eagle3.places import check_place, without_secrets
 
 # Of a wrong value, characters.
 MAX_SHOWN = 100
+
+# A path or URL in a recipe, without credentials.
+Place = Annotated[str, AfterValidator(check_place)]
 
 
 class StageConfig(BaseModel):
     """Base of all stage settings: immutable, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     @classmethod
     def model_validate_json(cls, *args: Any, **kwargs: Any) -> Self:
@@ -33,5 +38,5 @@ def _fault(block: str, error: Any) -> str:
     if error["type"] == "value_error":
         return f"{key}: {error['ctx']['error']}" if error["loc"] else str(error["ctx"]["error"])
     must = "no such setting, correct or remove it" if error["type"] == "extra_forbidden" else error["msg"]
-    came = repr(error["input"])
+    came = without_secrets(repr(error["input"]))
     return f"{key}: {must}, got {came if len(came) <= MAX_SHOWN else came[:MAX_SHOWN] + '…'}"

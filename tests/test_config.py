@@ -1,6 +1,9 @@
 """Settings that cannot work together are refused before anything runs."""
 
+import json
+import re
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -9,9 +12,12 @@ from eagle3.config import (
     DataConfig,
     EngineConfig,
     EvaluateConfig,
+    FanOutConfig,
+    PromoteConfig,
     RegenerateConfig,
     SamplingConfig,
     SourceConfig,
+    TargetConfig,
     TrainConfig,
 )
 from eagle3.config_checks import check_lengths, check_sampled_sources
@@ -45,6 +51,45 @@ def test_lengths_that_do_not_fit_are_named(regenerate: RegenerateConfig, evaluat
 def test_an_unknown_key_is_refused() -> None:
     with pytest.raises(ValidationError, match="learning_rat\n.*Extra inputs are not permitted"):
         TrainConfig(learning_rat=1e-3)
+
+
+SECRET = "s3://key:s3cr3t@bucket/x"
+
+
+@pytest.mark.parametrize(
+    ("block", "setting", "key"),
+    [
+        (TargetConfig, {"name": SECRET}, "target.name"),
+        (TargetConfig, {"name": "org/model", "chat_template": SECRET}, "target.chat_template"),
+        (DataConfig, {"sources": [{"path": "a.jsonl"}, {"path": SECRET}]}, "data.sources.1.path"),
+        (DataConfig, {"excluded": [{"path": SECRET}]}, "data.excluded.0.path"),
+        (TrainConfig, {"init_from": SECRET}, "train.init_from"),
+        (FanOutConfig, {"server_urls": ["http://host", "http://s3cr3t@host"]}, "fanout.server_urls.1"),
+        (PromoteConfig, {"place": SECRET}, "promote.place"),
+    ],
+)
+def test_credentials_in_a_url_are_refused_and_shown_by_nobody(block: type[StageConfig], setting: Any, key: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(key)}: a URL must carry no user, password or token") as by_keys:
+        block.model_validate_json(json.dumps(setting))
+    with pytest.raises(ValidationError, match="a URL must carry no user, password or token") as plain:
+        block.model_validate(setting)
+    assert "s3cr3t" not in f"{by_keys.value} {plain.value}"
+
+
+def test_what_came_in_place_of_a_setting_is_shown_without_the_secrets_of_urls() -> None:
+    with pytest.raises(
+        ValueError, match=r"target.name: Field required, got .*target.nam: no such setting.*got 's3://bucket/x'"
+    ) as e:
+        TargetConfig.model_validate_json(json.dumps({"nam": SECRET}))
+    assert "s3cr3t" not in str(e.value)
+    with pytest.raises(ValidationError) as e2:
+        TargetConfig.model_validate({"nam": SECRET})
+    assert "s3cr3t" not in str(e2.value)
+
+
+def test_a_pre_signed_url_is_a_place() -> None:
+    url = "https://host/rows.jsonl?X-Amz-Signature=x"
+    assert SourceConfig(path=url).path == url
 
 
 def test_settings_are_immutable() -> None:

@@ -1,6 +1,7 @@
 """Files by path or URL: alike wherever they lie, whole or not at all, tried again where a store fails."""
 
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +108,27 @@ def test_what_fails_is_tried_again_after_growing_pauses(pauses: list[float], fai
 def test_what_keeps_failing_is_named_with_its_cause(pauses: list[float]) -> None:
     action, error = (
         Failing(100, RuntimeError("no route")),
-        "s3://x could not be reached in 5 tries (RuntimeError('no route')); check the store",
+        "s3://x could not be reached in 5 tries (RuntimeError: no route); check the store",
     )
     with pytest.raises(
-        OSError, match="s3://x could not be reached in 5 tries .RuntimeError.'no route'..; check the store and"
+        OSError, match="s3://x could not be reached in 5 tries .RuntimeError: no route.; check the store and"
     ) as e:
         try_often(action, "s3://x")
     assert str(e.value).startswith(error)
     assert (action.calls, e.value.__cause__) == (remote.TRIES, action.error)
+
+
+SIGNED = "http://h/x?sig=s3cr3t"
+
+
+@pytest.mark.parametrize("error", [RuntimeError(f"no {SIGNED}"), FileNotFoundError(SIGNED)])
+def test_no_message_or_log_line_shows_what_a_url_is_signed_with(
+    pauses: list[float], caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    with pytest.raises(OSError, match="http://h/x") as e:
+        try_often(Failing(100, error), SIGNED)
+    assert "http://h/x" in caplog.text or isinstance(error, FileNotFoundError)
+    assert "s3cr3t" not in "".join(traceback.format_exception(e.value)) + caplog.text
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("x"), ValueError("damaged"), Stopped()])

@@ -77,6 +77,7 @@ def look(recipe: Recipe) -> tuple[Any, Any]:
 
 def _resolve_inputs(recipe: Recipe) -> Any:
     return resolve_inputs(
+        run_name=recipe.run_name,
         prompts=recipe.prompts,
         heldout=recipe.heldout,
         target=recipe.target,
@@ -112,6 +113,7 @@ def _prepare_data(recipe: Recipe, found: Any, model: Any) -> Any:
 def _prepare_heldout(recipe: Recipe) -> tuple[Any, Any, Any]:
     """Inputs, target and held-out prompts alone; prompts and sources of the recipe are left alone."""
     found = resolve_without_data(
+        run_name=recipe.run_name,
         heldout=recipe.heldout,
         target=recipe.target,
         engine=recipe.engine,

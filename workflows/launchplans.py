@@ -18,6 +18,7 @@ from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.types.file import FlyteFile
 
 from eagle3.config import PromoteConfig
+from eagle3.places import check_place
 from workflows.recipe import Recipe
 from workflows.retrain_eagle3 import retrain_eagle3
 
@@ -56,7 +57,7 @@ def inputs_of(recipe: Path) -> dict[str, Any]:
     if unknown := sorted(blocks.keys() - kinds.keys()):
         raise ValueError(f"{recipe} must have keys of a recipe only ({', '.join(kinds)}), got {', '.join(unknown)}; remove them")
     blocks["evaluate"] = blocks.get("evaluate", {}) | EVALUATE
-    files = {name: FlyteFile(blocks.pop(name)) for name in ("prompts", "heldout")}
+    files = {name: FlyteFile(check_place(blocks.pop(name))) for name in ("prompts", "heldout")}
     settings = {name: value if isinstance(value, str) else kinds[name](**value) for name, value in blocks.items()}
     defaults = {f.name: f.default for f in fields(Recipe) if f.default is not MISSING}
     return {**defaults, **settings, **files, "promote": PromoteConfig(place=PROMOTED, warm_rate_share=WARM_RATE_SHARE)}

@@ -27,6 +27,7 @@ from flytekit.models.literals import Literal, LiteralMap
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from eagle3.places import check_place, name_of, shown
 from workflows import journal
 
 logger = logging.getLogger("eagle3")
@@ -116,7 +117,7 @@ def keyed_place(name: str, key: str) -> Iterator[str]:
             os.close(lock)
         return
     prefix = FlyteContextManager.current_context().file_access.raw_output_prefix
-    base = os.environ.get("EAGLE3_STORE", "")
+    base = check_place(os.environ.get("EAGLE3_STORE", ""))
     yield f"{(base if '://' in base else prefix.rstrip('/').rsplit('/', 2)[0]).rstrip('/')}/eagle3/{name}-{key}"
 
 
@@ -134,6 +135,28 @@ def taken(name: str, key: str) -> int:
 def location(output: FlyteDirectory | FlyteFile) -> str:
     """Where an output lies for good, without fetching it: its address in the cluster's storage, or its local path."""
     return str(output.remote_source or output.path)
+
+
+def fetch(file: FlyteFile) -> str:
+    """The local path of a file that a recipe names.
+
+    flytekit calls its copy as the URL ends, with what signs it; one with a query is fetched by ourselves, called by its path.
+
+    Raises:
+        ValueError: if it is not there, or its URL carries credentials.
+        ConnectionError: where another try may help.
+    """
+    from eagle3.remote import fetch_file
+
+    place = check_place(location(file))
+    if shown(place) == place:
+        return str(file.download())
+    out = Path(FlyteContextManager.current_context().file_access.get_random_local_directory()) / name_of(place)
+    try:
+        fetch_file(place, out)
+    except FileNotFoundError as e:
+        raise ValueError(f"{shown(place)} is not there, or its signature does not hold any more; give a new URL") from e
+    return str(out)
 
 
 def share_credentials() -> None:

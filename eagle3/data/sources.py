@@ -16,11 +16,13 @@ from fsspec.implementations.local import LocalFileSystem
 from eagle3.config import DataConfig, SourceConfig
 from eagle3.data.files import Record, file_format, read_file
 from eagle3.data.presets import PRESETS
+from eagle3.places import hiding_secrets, name_of, shown
 from eagle3.remote import file_version
 from eagle3.shards import digest_of
 from eagle3.target.hub import connection_faults, hub_commit
 
 HUB_PLACE = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::([\w.-]+))?:([\w.-]+(?:\[[\w:%-]*\])?)")
+REFUSALS = (400, 401, 403)
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +33,9 @@ def source_path(source: SourceConfig) -> str:
 
 
 def source_name(source: SourceConfig) -> str:
-    """What rows and report call a source; free of directories, so that digests do not depend on them."""
+    """What rows and report call a source; free of directories and queries, so that digests do not depend on them."""
     path = source_path(source)
-    return source.name or (path if hub_parts(path) else path.rstrip("/").rpartition("/")[2])
+    return source.name or (path if hub_parts(path) else name_of(path))
 
 
 def without_places(data: DataConfig) -> DataConfig:
@@ -67,6 +69,7 @@ def hub_parts(path: str) -> tuple[str, str, str] | None:
     return match[1], match[2] or "", match[3]
 
 
+@hiding_secrets()
 def resolve_source(source: SourceConfig) -> tuple[str, str]:
     """Find a source's place and version, as of now, without reading rows.
 
@@ -84,7 +87,7 @@ def resolve_source(source: SourceConfig) -> tuple[str, str]:
     filesystem, files, _ = _list_files(path)
     if len(files) == 1:
         return path, file_version(filesystem, files[0])
-    names = [file.rpartition("/")[2] for file in files]
+    names = list(map(name_of, files))
     versions = [file_version(filesystem, file) for file in files]
     return path, digest_of(*(part for pair in zip(names, versions, strict=True) for part in pair))
 
@@ -104,13 +107,14 @@ def read_source(source: SourceConfig) -> Iterator[Record]:
         ValueError: if it cannot be read as a whole (eagle3/data/files.py); names file, row and remedy.
     """
     path, name = source_path(source), source_name(source)
-    if parts := hub_parts(path):
-        yield from _read_hub(*parts, source.revision, name)
-        return
-    filesystem, files, root = _list_files(path)
-    for file in files:
-        place = file if isinstance(filesystem, LocalFileSystem) else filesystem.unstrip_protocol(file)
-        yield from read_file(place, f"{name}{file[len(root) :]}")
+    with hiding_secrets():
+        if parts := hub_parts(path):
+            yield from _read_hub(*parts, source.revision, name)
+            return
+        filesystem, files, root = _list_files(path)
+        for file in files:
+            place = file if isinstance(filesystem, LocalFileSystem) else filesystem.unstrip_protocol(file)
+            yield from read_file(place, f"{name}{_inside(file, root)}")
 
 
 def _read_hub(repository: str, subset: str, split: str, revision: str, name: str) -> Iterator[Record]:
@@ -144,16 +148,26 @@ def _list_files(path: str) -> tuple[Any, list[str], str]:
     except (ConnectionError, TimeoutError):
         raise
     except (OSError, ValueError, ImportError) as e:
-        raise ValueError(f"source {path} cannot be read ({e}); give a readable file, directory or URL") from e
-    hidden = [f for f in found if any(part.startswith((".", "_")) for part in f[len(root) :].split("/"))]
+        raise ValueError(f"source {shown(path)} cannot be read ({e}); give a readable file, directory or URL") from e
+    except Exception as e:  # HTTP stores' answers are errors of their own
+        if getattr(e, "status", None) not in REFUSALS:
+            raise
+        raise ValueError(f"source {shown(path)} is refused ({e}); give credentials, or a URL that is signed anew") from e
+    hidden = [f for f in found if any(part.startswith((".", "_")) for part in _inside(f, root).split("/"))]
     files = [f for f in found if file_format(f) and f not in hidden]
     if not files:
-        raise ValueError(f"source {path} has no JSONL, JSON or Parquet file; give a directory that holds some")
+        raise ValueError(f"source {shown(path)} has no JSONL, JSON or Parquet file; give a directory that holds some")
     if skipped := len(found) - len(files):
-        logger.warning("source %s: %d files of other formats or hidden are not read", path, skipped)
+        logger.warning("source %s: %d files of other formats or hidden are not read", shown(path), skipped)
     return filesystem, files, root
 
 
+def _inside(file: str, root: str) -> str:
+    """A file's path in the directory that was listed."""
+    return shown(file)[len(shown(root)) :]
+
+
+@hiding_secrets()
 def source_files(source: SourceConfig) -> tuple[Any, list[str]]:
     """File system and files that `read_source` reads, in order; none for a hub data set."""
     path = source_path(source)

@@ -9,6 +9,8 @@ from typing import Any
 from eagle3.page.charts import Point, bar_chart, line_chart
 from eagle3.page.parts import document, samples_list, section, table, tiles_row
 
+SERVE_NOTE = "The line serves this machine alone; for others give another --host, and a key in VLLM_API_KEY or by --api-key."
+
 
 def render_html(summary: dict[str, Any], training_metrics: list[dict[str, Any]], samples: list[dict[str, Any]]) -> str:
     """Render the page.
@@ -32,9 +34,14 @@ def render_html(summary: dict[str, Any], training_metrics: list[dict[str, Any]],
         section("Speed", _speed(summary)),
         section("Stages", _stages(summary.get("stages", []))),
         section("Sample rows", samples_list(samples)),
-        section("Serve it", "".join(_command(k, v) for k, v in summary.get("serve", {}).items())),
+        section("Serve it", _serve(summary.get("serve", {}))),
     ]
     return document(title, "".join(sections))
+
+
+def _serve(lines: dict[str, str]) -> str:
+    commands = "".join(_command(title, line) for title, line in lines.items())
+    return commands and f"<p class='soft'>{SERVE_NOTE}</p>{commands}"
 
 
 def _header(title: str, summary: dict[str, Any]) -> str:

@@ -4,11 +4,13 @@ import json
 import shutil
 from pathlib import Path
 
+from eagle3.places import hiding_secrets, shown
 from eagle3.remote import is_remote, read_bytes
 
 FILE_NAME = "chat_template.jinja"
 
 
+@hiding_secrets()
 def read_chat_template(place: str) -> str:
     """Read a Jinja file by path or URL.
 
@@ -24,18 +26,18 @@ def read_chat_template(place: str) -> str:
     except ConnectionError:
         raise
     except (OSError, ValueError, ImportError) as e:
-        raise ValueError(f"target.chat_template {place} cannot be read ({e}); give the path or URL of a Jinja file") from e
+        raise ValueError(f"target.chat_template {shown(place)} cannot be read ({e}); give the path or URL of a Jinja file") from e
     if not (data or b"").strip():
         what = "is empty" if data is not None else "is not there"
-        raise ValueError(f"target.chat_template {place} {what}; give the path or URL of a Jinja file")
+        raise ValueError(f"target.chat_template {shown(place)} {what}; give the path or URL of a Jinja file")
     try:
         text = (data or b"").decode()
         # Compiled as for a conversation, with the tags that only chat templates have; none is rendered.
         render_jinja_template([], chat_template=text)
     except UnicodeDecodeError as e:
-        raise ValueError(f"target.chat_template {place} must be UTF-8 text ({e}); give a Jinja file") from e
+        raise ValueError(f"target.chat_template {shown(place)} must be UTF-8 text ({e}); give a Jinja file") from e
     except jinja2.TemplateSyntaxError as e:
-        raise ValueError(f"target.chat_template {place}, line {e.lineno}: {e.message}; correct the template") from e
+        raise ValueError(f"target.chat_template {shown(place)}, line {e.lineno}: {e.message}; correct the template") from e
     return text
 
 

@@ -16,6 +16,8 @@ from typing import Any, Self, TypeVar
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
+from eagle3.places import shown
+
 logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "EAGLE3_SERVER_KEY"
@@ -253,9 +255,9 @@ def server_root(url: str) -> str:
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as e:
-        raise ValueError(f"the server's URL must read http://host:port, got {url!r}: {e}") from None
+        raise ValueError(f"the server's URL must read http://host:port without a query, got {shown(url)!r}: {e}") from None
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment:
-        raise ValueError(f"the server's URL must read http://host:port, got {url!r}")
+        raise ValueError(f"the server's URL must read http://host:port without a query, got {shown(url)!r}")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 

@@ -7,7 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from eagle3.places import hiding_secrets
 
+
+@hiding_secrets()
 def hub_commit(what: str, name: str, revision: str, kind: Literal["model", "dataset"] = "model") -> str:
     """Find the commit that `revision` (empty: the default branch) of a hub id stands for now.
 
@@ -30,6 +33,7 @@ def hub_commit(what: str, name: str, revision: str, kind: Literal["model", "data
         raise _hub_error(what, name, revision, e) from e
 
 
+@hiding_secrets()
 def download_from_hub(
     what: str, name: str, revision: str, out_dir: str | Path, patterns: Sequence[str], ignored: Sequence[str] = ()
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import fsspec
 
 from eagle3.config import TargetConfig
+from eagle3.places import hiding_secrets, name_of, shown
 from eagle3.remote import fetch_file, file_version, is_remote, read_bytes
 from eagle3.shards import digest_of
 from eagle3.target.chat_template import put_chat_template, read_chat_template
@@ -58,6 +59,7 @@ def target_kind(name: str) -> Literal["hub", "directory", "url", "gguf"]:
     return "hub"
 
 
+@hiding_secrets()
 def identify_target(cfg: TargetConfig) -> tuple[str, str, str]:
     """Find a target's identity without fetching it.
 
@@ -80,8 +82,8 @@ def _identify_model(cfg: TargetConfig) -> tuple[str, str, str]:
         return cfg.name, commit, digest_of(cfg.name, commit)
     if kind == "url":
         store, files_there = _files_at(cfg.name)
-        digest = digest_of(*(part for f in files_there for part in (_base_name(f), file_version(store, f))))
-        return cfg.public_name or _base_name(cfg.name.rstrip("/")), digest, digest
+        digest = digest_of(*(part for f in files_there for part in (name_of(f), file_version(store, f))))
+        return cfg.public_name or name_of(cfg.name), digest, digest
     path = Path(cfg.name).expanduser().resolve()
     files = [path] if kind == "gguf" else _model_files(path)
     names = ["gguf"] if kind == "gguf" else [f.name for f in files]  # a renamed GGUF file is the same model
@@ -89,6 +91,7 @@ def _identify_model(cfg: TargetConfig) -> tuple[str, str, str]:
     return cfg.public_name or path.name.removesuffix(".gguf"), digest, digest
 
 
+@hiding_secrets()
 def read_config(cfg: TargetConfig) -> dict[str, Any]:
     """Read a target's config.json alone, by which settings are refused before its weights are fetched.
 
@@ -111,10 +114,13 @@ def read_config(cfg: TargetConfig) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(text or b"")
     except ValueError as e:
-        raise ValueError(f"target {cfg.name} has no readable config.json ({e}); give one that save_pretrained wrote") from e
+        raise ValueError(
+            f"target {shown(cfg.name)} has no readable config.json ({e}); give one that save_pretrained wrote"
+        ) from e
     return config
 
 
+@hiding_secrets()
 def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:
     """Put config, tokenizer and safetensors weights into `out_dir`. For a hub id, pin `cfg.revision` to the commit found before.
 
@@ -128,7 +134,7 @@ def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:
     if kind == "hub":
         download_from_hub("target", cfg.name, cfg.revision, out, FILE_PATTERNS, IGNORED_PATTERNS)
     elif kind == "url":
-        for name in map(_base_name, _files_at(cfg.name)[1]):
+        for name in map(name_of, _files_at(cfg.name)[1]):
             fetch_file(f"{cfg.name.rstrip('/')}/{name}", out / name)
     elif kind == "gguf":
         _convert_gguf(Path(cfg.name).expanduser().resolve(), out)
@@ -136,11 +142,14 @@ def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:
         for file in _model_files(Path(cfg.name).expanduser().resolve()):
             shutil.copyfile(file, out / file.name)
     if not any(out.glob("*.safetensors")):
-        raise ValueError(f"target {cfg.name} has no *.safetensors weights; save it with save_pretrained and give that directory")
+        raise ValueError(
+            f"target {shown(cfg.name)} has no *.safetensors weights; save it with save_pretrained and give that directory"
+        )
     if template:
         put_chat_template(out, template)
 
 
+@hiding_secrets()
 def fetch_tokenizer(cfg: TargetConfig, out_dir: str | Path) -> None:
     """Put what `fetch_target` does into `out_dir`, the weights left out: config, tokenizer, chat template; raises as it does."""
     template = read_chat_template(cfg.chat_template) if cfg.chat_template else ""
@@ -150,7 +159,7 @@ def fetch_tokenizer(cfg: TargetConfig, out_dir: str | Path) -> None:
         patterns = [pattern for pattern in FILE_PATTERNS if pattern != WEIGHT_PATTERN]
         download_from_hub("target", cfg.name, cfg.revision, out, patterns, IGNORED_PATTERNS)
     elif kind == "url":
-        for name in map(_base_name, _files_at(cfg.name)[1]):
+        for name in map(name_of, _files_at(cfg.name)[1]):
             if not Path(name).match(WEIGHT_PATTERN):
                 fetch_file(f"{cfg.name.rstrip('/')}/{name}", out / name)
     elif kind == "gguf":
@@ -175,19 +184,17 @@ def _files_at(url: str) -> tuple[Any, list[str]]:
     except (ConnectionError, TimeoutError):
         raise
     except (OSError, ValueError, ImportError) as e:
-        raise ValueError(f"target {url} cannot be listed ({e}); give the URL of a directory that save_pretrained wrote") from e
-    names = {_base_name(path): path for path in found}
+        raise ValueError(
+            f"target {shown(url)} cannot be listed ({e}); give the URL of a directory that save_pretrained wrote"
+        ) from e
+    names = {name_of(path): path for path in found}
     wanted = [name for name in sorted(names) if any(fnmatch(name, pattern) for pattern in FILE_PATTERNS)]
     files = [names[name] for name in wanted if not fnmatch(name, "consolidated*")]
     if "config.json" not in names or not any(fnmatch(name, WEIGHT_PATTERN) for name in wanted):
         raise ValueError(
-            f"target {url} has no config.json or no *.safetensors weights; give the directory that save_pretrained wrote"
+            f"target {shown(url)} has no config.json or no *.safetensors weights; give the directory that save_pretrained wrote"
         )
     return store, files
-
-
-def _base_name(path: str) -> str:
-    return path.rpartition("/")[2]
 
 
 def _model_files(directory: Path) -> list[Path]:

@@ -25,7 +25,7 @@ from eagle3.config import EngineConfig
 from eagle3.shards import TokenRow
 from eagle3.target.answers import Answer, Follow, Request, Sampling
 from eagle3.target.capture import IN_FLIGHT_BYTES, Add
-from eagle3.target.client import Completion, ServedModel, ServerClient
+from eagle3.target.client import KEY_VARIABLE, Completion, ServedModel, ServerClient
 from eagle3.target.concurrency import run_bounded
 from eagle3.target.progress import Report
 from eagle3.target.properties import DTYPE_BYTES, end_of_turn_ids
@@ -236,7 +236,10 @@ class ServerEngine:
 
     def _how_to_serve(self) -> str:
         line = serve_line(self.target_dir, self.layer_ids or [], EngineConfig(**self.config))
-        return f"start it, with this package installed beside it, by\n{line}"
+        return (
+            f"start it, with this package installed beside it and, if it is to ask for a key, that in VLLM_API_KEY there and in "
+            f"{KEY_VARIABLE} here, by\n{line}"
+        )
 
 
 class _Session:

@@ -50,6 +50,8 @@ def serve_line(target_dir: str | Path, layer_ids: list[int], engine: EngineConfi
     }
     arguments = {
         "--model": target_dir,
+        # vLLM's own default is every interface, for whoever reaches it.
+        "--host": "127.0.0.1",
         "--dtype": engine.dtype,
         # One more token than the longest row: each row is followed by one generated token, which is never computed.
         "--max-model-len": engine.max_model_len + 1,

@@ -3,8 +3,11 @@
 No test reaches the hub: its answer about a commit is made up, and `datasets` streams a directory of the same layout.
 """
 
+import gzip
 import json
 import re
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle3.config import SourceConfig
-from eagle3.data.sources import hub_parts, pin_sources, read_source, resolve_source, source_name
+from eagle3.config import DataConfig, SourceConfig
+from eagle3.data.sources import hub_parts, pin_sources, read_source, resolve_source, source_name, without_places
+from tests.signed_server import SIGNATURE, signed_server
 
 
 def write(path: Path, *prompts: str) -> Path:
@@ -154,6 +158,55 @@ def test_names_of_sources_hold_no_directories(tmp_path: Path) -> None:
     assert source_name(SourceConfig(path=f"{tmp_path}/")) == tmp_path.name
     assert source_name(SourceConfig(path="org/chats:train")) == "org/chats:train"
     assert source_name(SourceConfig(path="s3://b/x.jsonl", name="mine")) == "mine"
+
+
+@pytest.fixture
+def signed(tmp_path: Path) -> Iterator[Any]:
+    """A server of pre-signed URLs over tmp_path/there, and the signatures that hold."""
+    accepted = ["s3cr3t", "s3cr3t2"]
+    (tmp_path / "there").mkdir()
+    with signed_server(tmp_path / "there", accepted) as url:
+        yield SimpleNamespace(url=url, accepted=accepted, directory=tmp_path / "there")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "rows.jsonl.gz"])
+def test_a_pre_signed_file_is_read_by_its_own_format_and_named_without_its_signature(signed: Any, name: str) -> None:
+    rows, file = [{"prompt": "one"}, {"prompt": "two"}], signed.directory / name
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    else:
+        text = json.dumps(rows) if name.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
+        file.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    source = SourceConfig(path=f"{signed.url}/{name}?{SIGNATURE}=s3cr3t")
+    assert [(r.where.partition(",")[0], r.row) for r in read_source(source)] == [(name, row) for row in rows]
+    assert resolve_source(source)[1] == resolve_source(SourceConfig(path=str(file)))[1]
+
+
+def test_another_signature_is_the_same_source_in_all_keys(signed: Any) -> None:
+    write(signed.directory / "rows.jsonl", "one")
+    urls = [f"{signed.url}/rows.jsonl?{SIGNATURE}={signature}" for signature in signed.accepted]
+    sources = [SourceConfig(path=url) for url in urls]
+    assert {source_name(source) for source in sources} == {"rows.jsonl"}
+    first, second = (without_places(DataConfig(sources=[s], excluded=[s])).model_dump_json() for s in sources)
+    assert first == second
+    assert "s3cr3t" not in first
+    assert resolve_source(sources[0])[1] == resolve_source(sources[1])[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "signature"),
+    [("rows.jsonl", "s3cr3t-old"), ("none.jsonl", "s3cr3t"), ("bad.jsonl", "s3cr3t"), ("bad.parquet", "s3cr3t")],
+)
+def test_what_is_wrong_with_a_signed_url_is_said_without_its_signature(
+    signed: Any, name: str, signature: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(signed.directory / "rows.jsonl", "one")
+    for bad in ("bad.jsonl", "bad.parquet"):
+        (signed.directory / bad).write_text("no rows")
+    source = SourceConfig(path=f"{signed.url}/{name}?{SIGNATURE}={signature}")
+    with pytest.raises(ValueError, match=f"{name} is refused .*signed anew" if signature == "s3cr3t-old" else name) as e:
+        list(read_source(source))
+    assert "s3cr3t" not in "".join(traceback.format_exception(e.value)) + caplog.text
 
 
 def test_a_source_without_a_place_is_refused() -> None:

@@ -140,7 +140,10 @@ def elsewhere(handler: Any, request: dict[str, Any]) -> None:
 
 
 def test_a_server_without_files_or_with_files_elsewhere_is_told_how_to_start(server: StandIn, target: Path) -> None:
-    with pytest.raises(ValueError, match=r"(?s)no hidden states.*vllm.entrypoints.openai.api_server .*HiddenStatesFileConnector"):
+    key_and_line = (
+        r"VLLM_API_KEY there and in EAGLE3_SERVER_KEY here.*vllm.entrypoints.openai.api_server .*HiddenStatesFileConnector"
+    )
+    with pytest.raises(ValueError, match=rf"(?s)no hidden states.*{key_and_line}"):
         engine(server, target, LAYER_IDS).capture(ROWS, LAYER_IDS, lambda *row: None)
     server.faults = [elsewhere] * 5
     with pytest.raises(ValueError, match=r"(?s)\.lock is not there for this process.*shared_storage_path"):
@@ -204,6 +207,7 @@ def test_the_command_line_reads_back_as_it_was_meant(target: Path) -> None:
     words = shlex.split(serve_line(spaced, LAYER_IDS, ENGINE.model_copy(update={"enforce_eager": True}), "/dev/shm/x"))
     value = dict(pairwise(words))
     assert (value["--model"], value["--max-model-len"], value["--dtype"]) == (str(spaced), "65", "float32")
+    assert value["--host"] == "127.0.0.1"
     assert "--enforce-eager" in words
     config = json.loads(value["--speculative-config"])["draft_model_config"]["hf_config"]
     assert config == {"eagle_aux_hidden_state_layer_ids": [1, 3, DEPTH]}

@@ -1,13 +1,17 @@
 """The local store and the cache guard."""
 
 import os
+import re
+import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
+from flyte_runs import ROOT
 from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 
-from workflows import journal, store, store_size
+from workflows import clean_store, journal, store, store_size
 from workflows.interfaces import DraftExport
 from workflows.stage import stage
 
@@ -69,6 +73,65 @@ def test_the_digest_of_files_is_their_content_in_order(tmp_path: Path) -> None:
     b.write_text("2")
     c.write_text("1")
     assert store.file_digest(a, b) == store.file_digest(c, b) != store.file_digest(b, a)
+
+
+def filled(root: Path) -> Path:
+    """A store with an output, states that a key names, and unfinished training."""
+    for name in ("target-0123456789ab", f"extract_hidden_states-{'0f' * 16}", f"train_draft-{'f0' * 16}.unfinished"):
+        (root / name).mkdir(parents=True)
+        (root / name / "file").touch()
+    return root
+
+
+@pytest.mark.parametrize("place", ["~/named by a user", "{path}/absolute", ""])
+def test_cleaning_removes_the_store_that_runs_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("EAGLE3_STORE", place.format(path=tmp_path))
+    root = filled(store.root())
+    assert tmp_path in root.parents
+    for said in ("is removed", "is not there: nothing to remove"):
+        runpy.run_module("workflows.clean_store", run_name="__main__")
+        assert not root.exists()
+        assert root.parent.exists()
+        assert f"{root} {said}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "other", ["notes.txt", "src/", "target/", "target-0123456789ab.old/", ".git/", "train_draft-0123456789ab"]
+)
+@pytest.mark.parametrize("is_filled", [True, False])
+def test_a_directory_that_holds_something_else_is_not_removed(tmp_path: Path, other: str, is_filled: bool) -> None:
+    root = filled(tmp_path / "store") if is_filled else tmp_path / "store"
+    root.mkdir(exist_ok=True)
+    (root / other).mkdir() if other.endswith("/") else (root / other).touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=f"holds {re.escape(other.rstrip('/'))}; correct EAGLE3_STORE"):
+        clean_store.clean(root)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_file_or_a_link_is_no_store(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="holds file"):
+        clean_store.clean(tmp_path / "file")
+    filled(tmp_path / "other")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store/train_draft-0123456789ab").symlink_to(tmp_path / "other")
+    with pytest.raises(ValueError, match="holds train_draft-0123456789ab"):
+        clean_store.clean(tmp_path / "store")
+    assert (tmp_path / "other/target-0123456789ab/file").exists()
+
+
+def test_cleaning_by_make_ends_with_the_fault(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.tex").touch()
+    environment = os.environ | {"EAGLE3_STORE": "~/mine", "HOME": str(tmp_path)}
+    done = subprocess.run(["make", "clean-cache"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "mine holds thesis.tex" in done.stderr
+    assert (tmp_path / "mine/thesis.tex").exists()
 
 
 def test_the_size_report_counts_stages_unfinished_work_and_what_nothing_leads_to(workplace: Path, tmp_path: Path) -> None:

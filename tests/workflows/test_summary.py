@@ -1,6 +1,7 @@
 """What a run says of itself: settings without secrets, versions, the line on the target's answers, the lines that serve."""
 
 import os
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -24,14 +25,29 @@ def test_settings_are_the_recipes_blocks_with_their_defaults() -> None:
 
 
 def test_settings_keep_no_secret_of_a_url() -> None:
-    source = SourceConfig(path="https://me:word@host:81/a.jsonl?token=word#word", name="a?b@c")
-    fanout = FanOutConfig(server_urls=["http://host:8000", "http://word@host/x"])
+    source = SourceConfig(path="https://host:81/a.jsonl?token=word#word", name="a?b@c")
+    fanout = FanOutConfig(server_urls=["http://host:8000", "http://host/x?word"])
     settings = summary.settings([DataConfig(sources=[source], excluded=[source]), fanout])
     assert settings["data"]["sources"][0] | {"path": "", "name": ""} == source.model_dump() | {"path": "", "name": ""}
     assert settings["data"]["sources"][0]["path"] == "https://host:81/a.jsonl"
     assert settings["data"]["sources"][0]["name"] == "a?b@c"
     assert settings["fanout"]["server_urls"] == ["http://host:8000", "http://host/x"]
     assert "word" not in str(settings)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/", "../a", "a\\b", "a\0b", "n" * 201])
+def test_a_run_name_that_is_no_directorys_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"run_name must be the name of a directory in runs/.*got {re.escape(repr(name[:200]))}"):
+        summary.run_dir(name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["smoke", "..a", "a b", "7", "n" * 200])
+def test_a_runs_reports_lie_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert summary.run_dir(name) == tmp_path / "runs" / name
+    assert (tmp_path / "runs" / name).is_dir()
 
 
 def test_versions_are_those_of_this_process() -> None:
@@ -63,7 +79,10 @@ def test_a_place_is_a_path_here_and_a_name_in_the_output_of_a_pod(tmp_path: Path
 
 
 ENGINE, EVALUATE = EngineConfig(max_model_len=64, max_num_batched_tokens=16), EvaluateConfig(num_speculative_tokens=2)
-COMMON = "--dtype float32 --max-model-len 64 --no-enable-chunked-prefill --max-num-batched-tokens 64 --speculative-config"
+COMMON = (
+    "--host 127.0.0.1 --dtype float32 --max-model-len 64 --no-enable-chunked-prefill --max-num-batched-tokens 64 "
+    "--speculative-config"
+)
 
 
 def test_a_draft_in_a_store_is_fetched_and_a_target_of_the_hub_served_by_its_id(tmp_path: Path) -> None:

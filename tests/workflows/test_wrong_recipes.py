@@ -67,6 +67,20 @@ def test_a_wrong_setting_ends_in_one_line(workplace: Path, prompts: Path, blocks
     assert "Running Execution" not in result.output
 
 
+@pytest.mark.parametrize("workflow", ["train_eagle3", "until_train", "train_from_states"])
+def test_a_run_name_that_leads_elsewhere_is_refused_before_anything_is_made(
+    workplace: Path, tiny_target: Path, prompts: Path, workflow: str
+) -> None:
+    recipe = write_recipe(workplace / "recipe.yaml", tiny_target, prompts)
+    recipe.write_text(recipe.read_text().replace("run_name: tiny", 'run_name: ".."'))
+    more = ["--shards", '["nowhere"]'] if workflow == "train_from_states" else []
+    said = words(pyflyte_run(recipe, workflow=workflow, more=more))
+    assert "run_name must be the name of a directory in runs/" in said
+    assert "got '..'; choose another" in said
+    assert not journal.entries()
+    assert not (workplace / "runs").exists()
+
+
 def test_a_missing_file_ends_in_the_words_that_the_readme_tells(workplace: Path, prompts: Path) -> None:
     readme = (ROOT / "README.md").read_text()
     (unconverted,) = re.findall(r"`(Cannot convert from <file> to [^`]*)`", readme)

@@ -10,6 +10,7 @@ from flytekit.types.directory import FlyteDirectory
 
 import images
 from eagle3.config import EngineConfig, ExtractConfig, FanOutConfig
+from eagle3.places import shown
 from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
@@ -101,7 +102,7 @@ def gather_hidden_states(
     done = [shard for number in range(len(shards.shards)) if (shard := found[number]) is not None]
     lost = [shards.shards[number] for number in range(len(shards.shards)) if found[number] is None]
     if lost:
-        named = ", ".join(f"shard {shard.index} ({shard.rows} rows, {shard.file.path})" for shard in lost[:8])
+        named = ", ".join(f"shard {shard.index} ({shard.rows} rows, {shown(shard.file.path)})" for shard in lost[:8])
         text = f"{len(lost)} of {len(shards.shards)} shards, {sum(s.rows for s in lost)} rows, could not be captured: {named}"
         if len(done) < fanout.min_success_ratio * len(shards.shards):
             asked = f"fanout.min_success_ratio is {fanout.min_success_ratio}"

@@ -66,9 +66,9 @@ def plan_run(
         _check_initial(found, config, extract)
     sources = pin_sources(data.sources, found.source_versions[: len(data.sources)])
     if prompts:
-        sources = [SourceConfig(path=prompts.download(), name="train"), *sources]
+        sources = [SourceConfig(path=store.fetch(prompts), name="train"), *sources]
     surveys, num_heldout = survey(
-        sources, SourceConfig(path=heldout.download(), name="heldout"), target_dir, data, regenerate.enabled
+        sources, SourceConfig(path=store.fetch(heldout), name="heldout"), target_dir, data, regenerate.enabled
     )
     work = workload(surveys, [s.weight for s in sources], data, regenerate, engine.max_model_len)
     held = cached_stages(found, settings) if store.is_local() else UNKNOWN

@@ -11,6 +11,7 @@ from flytekit.types.file import FlyteFile
 
 import images
 from eagle3.config import DataConfig, SourceConfig, VocabConfig
+from eagle3.places import shown
 from eagle3.resources import ResourcesConfig
 from workflows import store
 from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
@@ -56,8 +57,8 @@ def prepare_data(
     pinned = pin_sources([*given.sources, *given.excluded], source_versions)
     sources, excluded = pinned[: len(given.sources)], pinned[len(given.sources) :]
     if prompts:
-        sources = [SourceConfig(path=prompts.download(), name="train"), *sources]
-    heldout_source = SourceConfig(path=heldout.download(), name="heldout")
+        sources = [SourceConfig(path=store.fetch(prompts), name="train"), *sources]
+    heldout_source = SourceConfig(path=store.fetch(heldout), name="heldout")
     cfg = given.model_copy(update={"sources": sources, "excluded": excluded})
     files = prepare_shards(heldout_source, target.directory.download(), cfg, regenerate, str(out))
 
@@ -130,7 +131,9 @@ def show_data(
         description = read_description(described.download())
         report["vocab"] = coverage_figures(description, most_frequent(description.total, vocab.size, description.end_of_turn_ids))
     if init_from:
-        report["vocab_note"] = f"The draft of train.init_from, {init_from}, brings its own vocabulary: see the report of the run."
+        report["vocab_note"] = (
+            f"The draft of train.init_from, {shown(init_from)}, brings its own vocabulary: see the report of the run."
+        )
     page = place_of(write_data_report(run_dir(run_name), report))
     shards = [*data.shards, *data.tool_tasks]
     shards_dir = store.location(shards[0].file).rpartition("/")[0]

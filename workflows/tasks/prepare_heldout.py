@@ -19,6 +19,6 @@ def prepare_heldout(heldout: FlyteFile, heldout_digest: str, target: Target, tar
     from eagle3.data.prepare import prepare_heldout
 
     out = store.new_dir("prepare_heldout")
-    source = SourceConfig(path=heldout.download(), name="heldout")
+    source = SourceConfig(path=store.fetch(heldout), name="heldout")
     made = prepare_heldout(source, target.directory.download(), data, out)
     return TokenShard(0, FlyteFile(str(made.path)), **asdict(made.summary))

@@ -5,6 +5,7 @@ from flytekit.types.directory import FlyteDirectory
 
 import images
 from eagle3.config import EngineConfig, EvaluateConfig, PromoteConfig, TrainConfig
+from eagle3.places import shown
 from eagle3.promotion import Measurement
 from workflows import store
 from workflows.interfaces import CurrentDraft, DraftExport, EvaluationReport, Promotion, Target, TokenShard
@@ -24,7 +25,7 @@ def find_current_draft(promote: PromoteConfig, train: TrainConfig) -> CurrentDra
     from eagle3.remote import is_remote
 
     if not store.is_local() and not is_remote(promote.place):
-        raise ValueError(f"promote.place must be a URL in a cluster, got {promote.place}: a pod's directories end with it")
+        raise ValueError(f"promote.place must be a URL in a cluster, got {shown(promote.place)}: a pod's directories end with it")
     store.share_credentials()
     current = restore_pointer(promote.place)
     if current is None:
@@ -94,7 +95,7 @@ def promote_draft(
             served = promotion.promote(promote.place, draft.directory.download(), wanted).export
         except FileExistsError:
             promoted, reason = False, "another draft was promoted meanwhile; run again to be compared with that one"
-    print(f"{'promoted' if promoted else 'not promoted'}: {reason}; served is {served or 'none'}", flush=True)
+    print(f"{'promoted' if promoted else 'not promoted'}: {reason}; served is {shown(served) or 'none'}", flush=True)
     return Promotion(promoted, reason, served, new.acceptance_length)
 
 

@@ -21,11 +21,13 @@ from workflows import journal, store
 from workflows.interfaces import ResolvedInputs, TargetRef
 from workflows.resources import HUB, LIGHT
 from workflows.stage import recoverable
+from workflows.summary import check_run_name
 
 
 @task(container_image=images.CPU, retries=2, **LIGHT, **HUB)
 @recoverable
 def resolve_inputs(
+    run_name: str,
     prompts: FlyteFile | None,
     heldout: FlyteFile,
     target: TargetConfig,
@@ -39,6 +41,7 @@ def resolve_inputs(
     from eagle3.data.sources import source_name
 
     journal.start()
+    check_run_name(run_name)
     if not (prompts or data.sources):
         raise ValueError("there is nothing to train on: give prompts, data.sources or both")
     check_sampled_sources(regenerate, ["train", *map(source_name, data.sources)])
@@ -48,6 +51,7 @@ def resolve_inputs(
 @task(container_image=images.CPU, retries=2, **LIGHT, **HUB)
 @recoverable
 def resolve_without_data(
+    run_name: str,
     heldout: FlyteFile,
     target: TargetConfig,
     engine: EngineConfig,
@@ -58,6 +62,7 @@ def resolve_without_data(
 ) -> ResolvedInputs:
     """The same for a run whose shards exist already: its prompts and sources are not looked for."""
     journal.start()
+    check_run_name(run_name)
     without = data.model_copy(update={"sources": [], "excluded": []})
     return _resolve(None, heldout, target, engine, without, regenerate, evaluate, train)
 
@@ -89,9 +94,9 @@ def _resolve(
         check_max_model_len(engine.max_model_len, config)
     init_from, init_digest = resolve_initial(train.init_from, train.init_revision) if train.init_from else ("", "")
     return ResolvedInputs(
-        prompts_digest=store.file_digest(prompts.download()) if prompts else "",
+        prompts_digest=store.file_digest(store.fetch(prompts)) if prompts else "",
         source_versions=[resolve_source(source)[1] for source in (*data.sources, *data.excluded)],
-        heldout_digest=store.file_digest(heldout.download()),
+        heldout_digest=store.file_digest(store.fetch(heldout)),
         target=ref,
         public_name=public_name,
         regenerate=regenerate.enabled,

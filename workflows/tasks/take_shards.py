@@ -13,6 +13,7 @@ from flytekit.types.file import FlyteFile
 
 import images
 from eagle3.config import ExtractConfig, RegenerateConfig
+from eagle3.places import shown
 from workflows import store
 from workflows.interfaces import (
     GivenHiddenStates,
@@ -44,7 +45,7 @@ def take_token_shards(places: list[str], heldout: TokenShard, target: Target, re
     found = find_token_shards(places, identity(target), target.vocab_size, heldout_rows)
     waiting = [shard.place for shard in found if shard.waits]
     if waiting and not regenerate.enabled:
-        raise ValueError(f"{waiting[0]}: rows wait for the target's answers; set regenerate.enabled to true")
+        raise ValueError(f"{shown(waiting[0])}: rows wait for the target's answers; set regenerate.enabled to true")
     shards = [TokenShard(i, FlyteFile(shard.place), **asdict(shard.summary)) for i, shard in enumerate(found)]
     pairs = list(zip(shards, found, strict=True))
     answered = [shard for shard, seen in pairs if not seen.waits]
