@@ -132,12 +132,13 @@ class Accidents:
     """What befalls the first attempts of extraction and training.
 
     One shard's pod is killed when its first chunk is in the store; the other's engine dies as it starts; the training pod is
-    killed when it has published its curves, its trainer held between two steps until then.
+    killed when it has saved its checkpoint and published its curves, its trainer held between two steps until then.
     """
 
     def __init__(self, plane: ControlPlane) -> None:
         self.plane = plane
         self.node_to_kill = ""
+        self.is_saved = False
         self.choosing = threading.Lock()
 
     def on_start(self, pod: Pod) -> None:
@@ -156,8 +157,10 @@ class Accidents:
             place, _, name = key.rpartition("/")
             if pod.attempt.node == self.node_to_kill and name == "chunk-00000.json" and place in pod.log():
                 pod.kill()
-            if pod.task == "train_draft" and key.endswith("deck.html"):
-                pod.kill()
+            if pod.task == "train_draft":
+                self.is_saved |= name == "checkpoint.safetensors"
+                if self.is_saved and name == "deck.html":
+                    pod.kill()
 
 
 def kill_engine(pod: Pod) -> None:
