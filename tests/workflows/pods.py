@@ -16,6 +16,9 @@ import pod_host
 import psutil
 from flyteidl.core import tasks_pb2
 
+# Where images keep the code, and where they start: here the pod's own directory.
+IMAGE_DIRECTORY = "/root"
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -46,7 +49,8 @@ class Attempt:
             "prevCheckpointPrefix": self.previous_checkpoint or '""',
         }
         template = [*self.task.container.command, *self.task.container.args]
-        return [re.sub(r"\{\{\s*\.(\w+)\s*\}\}", lambda match: values[match[1]], word) for word in template]
+        words = [re.sub(r"\{\{\s*\.(\w+)\s*\}\}", lambda match: values[match[1]], word) for word in template]
+        return ["." if word == IMAGE_DIRECTORY else word for word in words]
 
     def environment(self) -> dict[str, str]:
         """What Flyte and the task itself put into the container's environment."""

@@ -57,3 +57,11 @@ def test_an_execution_that_overwrites_the_cache_reads_nothing_there_and_writes_w
 def test_a_success_ratio_of_zero_asks_for_nothing_and_none_for_all() -> None:
     needed = [needed_successes(ArrayNode(**how), 3) for how in ({"min_success_ratio": 0.0}, {"min_success_ratio": 0.5}, {})]
     assert needed == [0, 2, 3]
+
+
+def test_a_pod_unpacks_its_code_in_its_own_directory_and_not_in_this_machines() -> None:
+    """`pyflyte register` names the directory of the image."""
+    task = TaskTemplate(id=ID)
+    task.container.args.extend(["pyflyte-fast-execute", "--dest-dir", "/root", "--", "pyflyte-execute", "{{.input}}"])
+    attempt = Attempt("e", "n0", task, 0, None, "s3://in", "s3://out", "s3://raw", "s3://now", "")
+    assert attempt.command() == ["pyflyte-fast-execute", "--dest-dir", ".", "--", "pyflyte-execute", "s3://in"]
