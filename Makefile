@@ -105,9 +105,9 @@ lock: .venv/installed
 
 # Bytes of local runs by stage, what of it is unfinished, and what nothing leads to any more.
 store-size: .venv/installed
-	.venv/bin/python -m workflows.store_size
+	.venv/bin/python -m workflows.flyte.store_size
 
 # Removes the outputs of local runs, where nothing else lies among them; Flyte's entries that pointed to them count as misses from
 # then on. Makes no environment: who cleans may lack the room.
 clean-cache:
-	.venv/bin/python -m workflows.clean_store
+	.venv/bin/python -m workflows.flyte.clean_store

@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eagle3.config import ExportConfig
+from eagle3.config.training import ExportConfig
 from eagle3.draft.speculators import FLAGS, LAYER_TYPES, expected_shapes
-from eagle3.places import shown
-from eagle3.shards import digest_of
-from eagle3.target.weights import check_target_dir
+from eagle3.files import digest_of
+from eagle3.targets.weights import check_target_dir
+from eagle3.uris import shown
 from eagle3.vocab import Vocab, load_vocab
 
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -54,8 +54,13 @@ def write_export(
     check_public_name(public_name)
     out = Path(out_dir)
     if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} must be absent or empty, it holds files; choose another directory or remove it yourself")
-    draft, weights = _read_json(Path(draft_dir) / "draft.json"), _read_tensors(Path(draft_dir) / "draft.safetensors")
+        raise ValueError(
+            f"{out} must be absent or empty, it holds files; choose another directory or remove it yourself"
+        )
+    draft, weights = (
+        _read_json(Path(draft_dir) / "draft.json"),
+        _read_tensors(Path(draft_dir) / "draft.safetensors"),
+    )
     tensors = {name: t.to(FLOAT_DTYPES[cfg.dtype]).contiguous() for name, t in weights.items()}
     vocab = load_vocab(vocab_path)
     _check_against_target(draft, check_target_dir(target_dir), target_dir)
@@ -90,7 +95,11 @@ def export_config(draft: dict[str, Any], public_name: str, cfg: ExportConfig) ->
         cfg: default number of speculative tokens, dtype.
     """
     layer_ids = draft["eagle_aux_hidden_state_layer_ids"]
-    layer = {k: v for k, v in draft["transformer_layer_config"].items() if k not in ("_name_or_path", "transformers_version")}
+    layer = {
+        k: v
+        for k, v in draft["transformer_layer_config"].items()
+        if k not in ("_name_or_path", "transformers_version")
+    }
     layer |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
     if len(layer_ids) != 3:
         layer["num_aux_hidden_states"] = len(layer_ids)
@@ -133,7 +142,13 @@ def check_public_name(name: str) -> None:
 
 
 def _looks_local(name: str) -> bool:
-    return not name or name.startswith(("/", ".", "~")) or "\\" in name or name.endswith(".gguf") or name.count("/") > 1
+    return (
+        not name
+        or name.startswith(("/", ".", "~"))
+        or "\\" in name
+        or name.endswith(".gguf")
+        or name.count("/") > 1
+    )
 
 
 def verify_export(export_dir: str | Path) -> str:
@@ -217,7 +232,9 @@ def _tensor_faults(config: dict[str, Any], tensors: dict[str, Tensor]) -> Iterat
         elif name != "d2t" and not tensor.any():
             yield f"tensor {name} {list(shape)} is zero everywhere"
         elif name == "d2t":
-            yield from _mapping_faults(tensor, tensors.get("t2d"), config["transformer_layer_config"]["vocab_size"])
+            yield from _mapping_faults(
+                tensor, tensors.get("t2d"), config["transformer_layer_config"]["vocab_size"]
+            )
 
 
 def _mapping_faults(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> Iterator[str]:
@@ -238,7 +255,9 @@ def _check_against_target(draft: dict[str, Any], target: dict[str, Any], target_
         )
     for key, found in (("hidden_size", draft["target_hidden_size"]), ("vocab_size", layer["vocab_size"])):
         if found != target[key]:
-            raise ValueError(f"the draft was trained for a target with {key} {found}, {target_dir} has {target[key]}")
+            raise ValueError(
+                f"the draft was trained for a target with {key} {found}, {target_dir} has {target[key]}"
+            )
 
 
 def _check_vocab(vocab: Vocab, draft: dict[str, Any], vocab_path: str | Path) -> None:
@@ -255,7 +274,9 @@ def _check_equal(path: Path, tensors: dict[str, Tensor]) -> None:
     stored = _read_tensors(path)
     for name, tensor in tensors.items():
         if not torch.equal(stored[name], tensor):
-            raise ValueError(f"{path}: tensor {name} reads back different from what was written; check the disk")
+            raise ValueError(
+                f"{path}: tensor {name} reads back different from what was written; check the disk"
+            )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -270,7 +291,9 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as e:
-        raise ValueError(f"{path} is not a complete safetensors file ({e}); delete its directory and run again") from e
+        raise ValueError(
+            f"{path} is not a complete safetensors file ({e}); delete its directory and run again"
+        ) from e
     return tensors
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 import fsspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from eagle3.places import hiding_secrets, shown
-from eagle3.remote import file_size, is_remote, read_bytes, try_often
+from eagle3.files import file_size, is_remote, read_bytes, try_often
+from eagle3.uris import hiding_secrets, shown
 
 POINTER = "promoted.json"
 FILES = ("model.safetensors", "config.json")
@@ -63,7 +63,9 @@ class Decision:
     reason: str
 
 
-def decide(new: Measurement, current: Measurement | None, margin: float, identical_text: bool = True) -> Decision:
+def decide(
+    new: Measurement, current: Measurement | None, margin: float, identical_text: bool = True
+) -> Decision:
     """Whether a new draft may take the current one's place: not if it is worse by more than `margin`.
 
     Args:
@@ -75,7 +77,10 @@ def decide(new: Measurement, current: Measurement | None, margin: float, identic
         ValueError: if the two were measured on different prompts or settings, which compares nothing.
     """
     if identical_text and not new.outputs_identical:
-        return Decision(False, "the text with the draft differs from the target's own: see differing_prompts in evaluation.json")
+        return Decision(
+            False,
+            "the text with the draft differs from the target's own: see differing_prompts in evaluation.json",
+        )
     length = new.acceptance_length
     if not length >= 1:  # NaN too
         return Decision(False, f"an acceptance length is at least 1, got {length}")
@@ -106,7 +111,9 @@ def current_promotion(place: str) -> Promoted | None:
     number = found.number + 1 if found else 1
     while (later := _read(_record(root, number))) is not None:
         if later.number != number:
-            raise ValueError(f"{shown(_record(root, number))} must have its own number {number}, got {later.number}; correct it")
+            raise ValueError(
+                f"{shown(_record(root, number))} must have its own number {number}, got {later.number}; correct it"
+            )
         found, number = later, number + 1
     if found and file_size(f"{found.export}/{FILES[-1]}") is None:
         raise ValueError(
@@ -201,7 +208,9 @@ def _create(path: str, data: bytes) -> None:
     except Exception as e:
         found = read_bytes(path)
         if found is None:
-            raise ConnectionError(f"{path} could not be written ({e!r}); check the store and run again") from e
+            raise ConnectionError(
+                f"{path} could not be written ({e!r}); check the store and run again"
+            ) from e
         if found != data:
             raise FileExistsError(path) from e
 

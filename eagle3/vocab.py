@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eagle3.shards import TokenRow, digest_of
+from eagle3.files import digest_of
+from eagle3.shards.tokens import TokenRow
 
 COUNTED_AT_ONCE = 1 << 20  # ids; a count over the vocabulary for each row would cost more than the row
 
@@ -47,7 +48,9 @@ class Vocab:
     @property
     def digest(self) -> str:
         """Content digest."""
-        return digest_of(self.d2t.numpy().tobytes(), self.t2d.numpy().tobytes(), self.counts.numpy().tobytes())
+        return digest_of(
+            self.d2t.numpy().tobytes(), self.t2d.numpy().tobytes(), self.counts.numpy().tobytes()
+        )
 
 
 class TokenCounter:
@@ -171,11 +174,17 @@ def build_vocab(counts: Tensor, size: int, always: Sequence[int]) -> Vocab:
     target_size = len(counts)
     forced = sorted(set(always))
     if size > target_size:
-        raise ValueError(f"draft vocab must not exceed the target's {target_size}, got {size}; lower vocab.size")
+        raise ValueError(
+            f"draft vocab must not exceed the target's {target_size}, got {size}; lower vocab.size"
+        )
     if size < max(1, len(forced)):
-        raise ValueError(f"draft vocab must hold the {len(forced)} end-of-turn tokens, got {size}; raise vocab.size")
+        raise ValueError(
+            f"draft vocab must hold the {len(forced)} end-of-turn tokens, got {size}; raise vocab.size"
+        )
     if not counts.any():
-        raise ValueError("the draft vocab needs supervised tokens, got none; check the loss masks of the shards")
+        raise ValueError(
+            "the draft vocab needs supervised tokens, got none; check the loss masks of the shards"
+        )
     t2d = most_frequent(counts, size, forced)
     num_known = int((counts > 0).sum()) + int((counts[forced] == 0).sum())
     if num_known < size:
@@ -206,7 +215,9 @@ def keep_vocab(counts: Tensor, target_ids: Tensor) -> Vocab:
             f"{int(target_ids.max())}; set train.init_from to a draft for this target"
         )
     if not counts.any():
-        raise ValueError("the draft vocab needs supervised tokens, got none; check the loss masks of the shards")
+        raise ValueError(
+            "the draft vocab needs supervised tokens, got none; check the loss masks of the shards"
+        )
     t2d = torch.zeros(target_size, dtype=torch.bool)
     t2d[target_ids] = True
     return Vocab(target_ids - torch.arange(len(target_ids)), t2d, counts)

@@ -47,6 +47,8 @@ def _image(name: str, lock: str, apt_packages: list[str], pip_args: str = "") ->
     )
 
 
-CPU = _image("eagle3-cpu", "images/cpu.lock", ["ca-certificates", "libgomp1", "libnuma1"], "--torch-backend cpu")
+CPU = _image(
+    "eagle3-cpu", "images/cpu.lock", ["ca-certificates", "libgomp1", "libnuma1"], "--torch-backend cpu"
+)
 # Triton and torch.compile call a C compiler at run time.
 GPU = _image("eagle3-gpu", "images/gpu.lock", ["ca-certificates", "build-essential", "libnuma1"])

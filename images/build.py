@@ -24,7 +24,9 @@ def write_context(image: ImageSpec, directory: Path) -> None:
     directory.mkdir(parents=True)
     create_docker_context(image, directory)
     for name in CODE:
-        shutil.copytree(images.ROOT / name, directory / "code" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            images.ROOT / name, directory / "code" / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     with open(directory / "Dockerfile", "a") as file:
         file.write(LAST_LAYER)
 

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eagle3.config import ExportConfig
+from eagle3.config.training import ExportConfig
 from eagle3.draft.decode import ReferenceDraft
 from eagle3.draft.speculators import expected_shapes
 from eagle3.export import export_config, verify_export, write_export
 from eagle3.vocab import Vocab, save_vocab
-from tests.draft.exports import write_draft
-from tests.draft.factories import (
+from tests.helpers.exports import write_draft
+from tests.helpers.factories import (
     DRAFT_VOCAB,
     LLAMA3_ROPE,
     VOCAB,
@@ -29,7 +29,9 @@ from tests.draft.factories import (
 
 NAME = "example-org/tiny-target"
 CFG = ExportConfig(num_speculative_tokens=4, dtype="float32")
-EVERY_TENSOR = draft_config(layer_config("qwen3"), norm_before_fc=True, fc_norm=True, norm_before_residual=False)
+EVERY_TENSOR = draft_config(
+    layer_config("qwen3"), norm_before_fc=True, fc_norm=True, norm_before_residual=False
+)
 NAMES = sorted(expected_shapes(EVERY_TENSOR))
 
 
@@ -52,7 +54,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "out"
 
 
-def altered(exported: Path, tmp_path: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], Any]) -> Path:
+def altered(
+    exported: Path, tmp_path: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], Any]
+) -> Path:
     """A copy of the export after `change(config, tensors)`."""
     config = json.loads((exported / "config.json").read_text())
     tensors = load_file(exported / "model.safetensors")
@@ -73,7 +77,9 @@ def test_a_missing_tensor_is_named(exported: Path, tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_misshapen_tensor_is_named(exported: Path, tmp_path: Path, name: str) -> None:
-    path = altered(exported, tmp_path, lambda config, tensors: tensors.update({name: tensors[name][1:].contiguous()}))
+    path = altered(
+        exported, tmp_path, lambda config, tensors: tensors.update({name: tensors[name][1:].contiguous()})
+    )
     shape = list(expected_shapes(EVERY_TENSOR)[name])
     with pytest.raises(ValueError, match="would not serve") as error:
         verify_export(path)
@@ -87,10 +93,22 @@ def spoil(name: str, value: float) -> Callable[[dict[str, Any], dict[str, Tensor
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c, t: t.update({"embed_tokens.weight": torch.ones(3, 2)}), r"embed_tokens.weight \[3, 2\] is unknown"),
-        (lambda c, t: t.update({"d2t": t["d2t"].int()}), r"d2t \[41\]: expected dtype torch.int64, found torch.int32"),
-        (lambda c, t: t.update({"fc.weight": t["fc.weight"].half()}), "fc.weight .* expected dtype torch.float32"),
-        (spoil("lm_head.weight", float("nan")), r"lm_head.weight \[41, 64\] holds values that are not finite"),
+        (
+            lambda c, t: t.update({"embed_tokens.weight": torch.ones(3, 2)}),
+            r"embed_tokens.weight \[3, 2\] is unknown",
+        ),
+        (
+            lambda c, t: t.update({"d2t": t["d2t"].int()}),
+            r"d2t \[41\]: expected dtype torch.int64, found torch.int32",
+        ),
+        (
+            lambda c, t: t.update({"fc.weight": t["fc.weight"].half()}),
+            "fc.weight .* expected dtype torch.float32",
+        ),
+        (
+            spoil("lm_head.weight", float("nan")),
+            r"lm_head.weight \[41, 64\] holds values that are not finite",
+        ),
         (spoil("norm.weight", float("inf")), "norm.weight .* not finite"),
         (lambda c, t: t["fc.weight"].zero_(), "fc.weight .* zero everywhere"),
         (lambda c, t: t["t2d"].zero_(), "t2d .* zero everywhere"),
@@ -100,7 +118,9 @@ def spoil(name: str, value: float) -> Callable[[dict[str, Any], dict[str, Tensor
         (lambda c, t: t.update({"t2d": ~t["t2d"]}), "t2d .* other target ids"),
     ],
 )
-def test_wrong_contents_of_a_tensor_are_named(exported: Path, tmp_path: Path, change: Any, message: str) -> None:
+def test_wrong_contents_of_a_tensor_are_named(
+    exported: Path, tmp_path: Path, change: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         verify_export(altered(exported, tmp_path, change))
 
@@ -118,13 +138,22 @@ def test_wrong_contents_of_a_tensor_are_named(exported: Path, tmp_path: Path, ch
         (lambda c, t: c.update(draft_vocab_size=98), "1 to 97 .* got 98"),
         (lambda c, t: c.update(draft_vocab_size=97), "d2t .* unknown"),
         (lambda c, t: c.update(target_hidden_size=32), "as wide as its target"),
-        (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 2]), "num_aux_hidden_states must be 2, the engine reads 3"),
+        (
+            lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 2]),
+            "num_aux_hidden_states must be 2, the engine reads 3",
+        ),
         (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[2, 1, 3]), "must ascend"),
         (lambda c, t: c["transformer_layer_config"].pop("rope_parameters"), "rope_parameters"),
-        (lambda c, t: c["transformer_layer_config"].update(num_hidden_layers=2), "must be one llama or qwen3 layer"),
+        (
+            lambda c, t: c["transformer_layer_config"].update(num_hidden_layers=2),
+            "must be one llama or qwen3 layer",
+        ),
         (lambda c, t: c["transformer_layer_config"].update(attention_bias=True), "attention_bias"),
         (lambda c, t: c["transformer_layer_config"].pop("vocab_size"), "lacks a key .*vocab_size"),
-        (lambda c, t: c["speculators_config"]["verifier"].update(name_or_path="/models/mine"), "must have a public name"),
+        (
+            lambda c, t: c["speculators_config"]["verifier"].update(name_or_path="/models/mine"),
+            "must have a public name",
+        ),
         (lambda c, t: c["speculators_config"].update(proposal_methods=[]), "lacks a key"),
     ],
 )
@@ -135,7 +164,9 @@ def test_wrong_settings_are_named(exported: Path, tmp_path: Path, change: Any, m
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_written_reads_back_equal(tmp_path: Path, dtype: Any) -> None:
-    config = draft_config(layer_config(rope_parameters=LLAMA3_ROPE), eagle_aux_hidden_state_layer_ids=[0, 1, 2, 3])
+    config = draft_config(
+        layer_config(rope_parameters=LLAMA3_ROPE), eagle_aux_hidden_state_layer_ids=[0, 1, 2, 3]
+    )
     tensors = write_inputs(tmp_path, config)
     digest = export(tmp_path, ExportConfig(dtype=dtype))
     stored = load_file(tmp_path / "out" / "model.safetensors")
@@ -170,13 +201,17 @@ def test_a_draft_vocab_as_large_as_the_targets_needs_no_map(tmp_path: Path) -> N
     assert draft.target_ids.tolist() == list(range(VOCAB))
 
 
-@pytest.mark.parametrize("name", ["", "/srv/models/smol", "./smol", "../smol", "~/smol", "a/b/c", "smol.gguf", "C:\\smol"])
+@pytest.mark.parametrize(
+    "name", ["", "/srv/models/smol", "./smol", "../smol", "~/smol", "a/b/c", "smol.gguf", "C:\\smol"]
+)
 def test_a_local_path_is_no_name_for_the_target(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r"set target\.public_name"):
         export(tmp_path, name=name)
 
 
-def test_an_existing_directory_is_no_name_for_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_directory_is_no_name_for_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "models" / "smol").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="got 'models/smol'"):
@@ -225,4 +260,7 @@ def test_three_aux_layers_need_no_extra_setting_and_the_number_of_guesses_is_wri
     config = export_config(draft_config(), NAME, CFG)
     assert "num_aux_hidden_states" not in config["transformer_layer_config"]
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
-    assert config["speculators_config"]["verifier"] == {"name_or_path": NAME, "architectures": ["LlamaForCausalLM"]}
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": NAME,
+        "architectures": ["LlamaForCausalLM"],
+    }

@@ -18,20 +18,22 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from eagle3.config import DataConfig, EngineConfig, ExportConfig, RegenerateConfig, SourceConfig
+from eagle3.config.data import DataConfig, SourceConfig
+from eagle3.config.engine import EngineConfig, RegenerateConfig
+from eagle3.config.training import ExportConfig
 from eagle3.data.prepare import PreparedFiles, prepare_shards
+from eagle3.engine.engine import close_engines, play
 from eagle3.export import write_export
-from eagle3.hidden_states import read_hidden_states
-from eagle3.shards import TokenRow, read_token_shard, summarise_rows
-from eagle3.target.engine import close_engines, play
-from eagle3.target.properties import end_of_turn_ids
+from eagle3.shards.hidden_states import read_hidden_states
+from eagle3.shards.tokens import TokenRow, read_token_shard, summarise_rows
+from eagle3.targets.properties import end_of_turn_ids
 from eagle3.vocab import build_vocab, count_tokens, load_vocab, save_vocab
-from tests.data.calls import OSLO, WEATHER
-from tests.data.formats import FORMATS
-from tests.data.workplace import CHAT, HELDOUT, write_rows
-from tests.draft.exports import write_draft
-from tests.draft.factories import draft_config, layer_config, tiny_target
-from tests.shard_files import token_rows, write_hidden_states
+from tests.helpers.calls import OSLO, WEATHER
+from tests.helpers.exports import write_draft
+from tests.helpers.factories import draft_config, layer_config, tiny_target
+from tests.helpers.formats import FORMATS
+from tests.helpers.shard_files import token_rows, write_hidden_states
+from tests.helpers.workplace import CHAT, HELDOUT, write_rows
 
 QUESTION, RESULT = {"role": "user", "content": "Snow in Oslo?"}, {"role": "tool", "content": "snow"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [OSLO]}

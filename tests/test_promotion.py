@@ -10,8 +10,8 @@ import pytest
 from botocore.exceptions import EndpointConnectionError
 
 from eagle3 import promotion
+from eagle3.files import list_files, read_bytes, write_bytes
 from eagle3.promotion import Measurement, Promoted, current_promotion, decide, promote, restore_pointer
-from eagle3.remote import list_files, read_bytes, write_bytes
 
 NEW = Measurement("new", "heldout", "k = 3", 2.0, True)
 CURRENT = replace(NEW, digest="current")
@@ -23,7 +23,14 @@ def test_the_first_draft_is_promoted() -> None:
 
 @pytest.mark.parametrize(
     ("length", "margin", "is_promoted"),
-    [(2.5, 0.0, True), (2.0, 0.0, True), (1.75, 0.25, True), (1.75, 0.125, False), (1.5, 0.0, False), (float("nan"), 5.0, False)],
+    [
+        (2.5, 0.0, True),
+        (2.0, 0.0, True),
+        (1.75, 0.25, True),
+        (1.75, 0.125, False),
+        (1.5, 0.0, False),
+        (float("nan"), 5.0, False),
+    ],
 )
 def test_a_draft_may_be_worse_by_the_margin(length: float, margin: float, is_promoted: bool) -> None:
     decision = decide(replace(NEW, acceptance_length=length), CURRENT, margin)
@@ -153,21 +160,27 @@ def test_a_promotion_that_is_tried_again_counts_once(
     assert json.loads(read_bytes(f"{place}/promoted.json") or b"")["digest"] == "three"
 
 
-def test_a_store_that_takes_no_promotion_is_a_lost_connection(s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_takes_no_promotion_is_a_lost_connection(
+    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """botocore's own errors are not OSErrors."""
 
     def lose(*_: object, **__: object) -> None:
         raise EndpointConnectionError(endpoint_url="http://store")
 
     monkeypatch.setattr(s3, "pipe_file", lose)
-    with pytest.raises(ConnectionError, match=r"promotions/00001.json could not be written .*Could not connect"):
+    with pytest.raises(
+        ConnectionError, match=r"promotions/00001.json could not be written .*Could not connect"
+    ):
         promote("s3://states/drafts", write_export(tmp_path / "one", "one"), promotion_of("one", 1))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"export": "x"}', '{"number": 0}'])
 def test_a_broken_pointer_is_an_error_and_stays_as_it_is(tmp_path: Path, text: str) -> None:
     (tmp_path / "promoted.json").write_text(text)
-    with pytest.raises(ValueError, match=r"promoted\.json does not name a promoted draft (?s:.*) restore it from promotions/"):
+    with pytest.raises(
+        ValueError, match=r"promoted\.json does not name a promoted draft (?s:.*) restore it from promotions/"
+    ):
         current_promotion(str(tmp_path))
     assert (tmp_path / "promoted.json").read_text() == text
 
@@ -187,7 +200,9 @@ def test_going_back_is_a_promotion_with_the_next_number(place: str, tmp_path: Pa
     write_bytes(f"{place}/promotions/00003.json", one.model_dump_json().encode())
     with pytest.raises(ValueError, match="must have its own number 3, got 1"):
         current_promotion(place)
-    write_bytes(f"{place}/promotions/00003.json", one.model_copy(update={"number": 3}).model_dump_json().encode())
+    write_bytes(
+        f"{place}/promotions/00003.json", one.model_copy(update={"number": 3}).model_dump_json().encode()
+    )
     back = current_promotion(place)
     assert back is not None
     assert (back.digest, back.number) == ("one", 3)

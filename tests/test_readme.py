@@ -37,7 +37,12 @@ def test_a_command_of_the_readme_works(command: str, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").touch()
     environment = {**os.environ, "HOME": str(tmp_path), "EAGLE3_STORE": str(tmp_path / "store")}
     done = subprocess.run(
-        ["bash", "-euc", rehearsal(command, tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        ["bash", "-euc", rehearsal(command, tmp_path)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -12,8 +12,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle3 import vocab as vocab_module
-from eagle3.shards import TokenRow
-from eagle3.vocab import Vocab, build_vocab, count_tokens, coverage_by_size, keep_vocab, load_vocab, most_frequent, save_vocab
+from eagle3.shards.tokens import TokenRow
+from eagle3.vocab import (
+    Vocab,
+    build_vocab,
+    count_tokens,
+    coverage_by_size,
+    keep_vocab,
+    load_vocab,
+    most_frequent,
+    save_vocab,
+)
 
 
 def kept_slowly(counts: list[int], size: int, always: list[int]) -> list[int]:
@@ -79,7 +88,10 @@ def test_counts_are_left_as_they_were() -> None:
 
 
 def test_only_supervised_tokens_count() -> None:
-    rows = [TokenRow("a", "s", [3, 3, 1, 2, 3], [False, False, True, True, True]), TokenRow("b", "s", [0, 0], [False, False])]
+    rows = [
+        TokenRow("a", "s", [3, 3, 1, 2, 3], [False, False, True, True, True]),
+        TokenRow("b", "s", [0, 0], [False, False]),
+    ]
     assert count_tokens(rows, 5).tolist() == [0, 1, 1, 1, 0]
     assert count_tokens([], 5).tolist() == [0] * 5
 
@@ -98,7 +110,10 @@ def test_counts_of_shards_add_up() -> None:
 
 @pytest.mark.parametrize("token", [-1, 5])
 def test_a_token_outside_the_target_vocabulary_names_the_row(token: int) -> None:
-    with pytest.raises(ValueError, match=r"row a: token ids .* do not fit the target's vocabulary of 5; prepare the shard with"):
+    with pytest.raises(
+        ValueError,
+        match=r"row a: token ids .* do not fit the target's vocabulary of 5; prepare the shard with",
+    ):
         count_tokens([TokenRow("a", "s", [0, token], [True, True])], 5)
 
 
@@ -107,16 +122,25 @@ def test_a_token_outside_the_target_vocabulary_names_the_row(token: int) -> None
     [
         ([1, 1], 3, [], "draft vocab must not exceed the target's 2, got 3; lower vocab.size"),
         ([1, 1, 1], 1, [0, 2], "draft vocab must hold the 2 end-of-turn tokens, got 1; raise vocab.size"),
-        ([1, 1, 1], 2, [3], "end-of-turn ids must lie below the target's 3, got [3]; check the target's config.json"),
+        (
+            [1, 1, 1],
+            2,
+            [3],
+            "end-of-turn ids must lie below the target's 3, got [3]; check the target's config.json",
+        ),
         ([0, 0, 0], 2, [], "needs supervised tokens, got none; check the loss masks"),
     ],
 )
-def test_an_impossible_vocabulary_says_what_to_change(counts: list[int], size: int, always: list[int], said: str) -> None:
+def test_an_impossible_vocabulary_says_what_to_change(
+    counts: list[int], size: int, always: list[int], said: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         build_vocab(torch.tensor(counts), size, always)
 
 
-def test_too_few_distinct_tokens_are_filled_with_the_lowest_unused_ids_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_few_distinct_tokens_are_filled_with_the_lowest_unused_ids_and_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING, "eagle3.vocab"):
         vocab = build_vocab(torch.tensor([0, 0, 0, 2, 0, 0]), 4, always=[5])
     assert vocab.target_ids.tolist() == [0, 1, 3, 5]
@@ -171,13 +195,22 @@ def test_an_unreadable_file_is_named(tmp_path: Path, data: bytes | None) -> None
     path = tmp_path / "vocab.safetensors"
     if data is not None:
         path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"vocab\.safetensors is not a readable draft vocab .*; delete it and run again"):
+    with pytest.raises(
+        ValueError, match=r"vocab\.safetensors is not a readable draft vocab .*; delete it and run again"
+    ):
         load_vocab(path)
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "vocab.safetensors"
-    save_vocab(path, Vocab(torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.int64)))
+    save_vocab(
+        path,
+        Vocab(
+            torch.zeros(2, dtype=torch.int64),
+            torch.ones(2, dtype=torch.bool),
+            torch.ones(2, dtype=torch.int64),
+        ),
+    )
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="is not a readable draft vocab"):
         load_vocab(path)

@@ -252,7 +252,9 @@ def finish(recipe: Recipe, start: Start, rows: Any, states: Any) -> Measured:
     trained = train(recipe, start, rows, states)
     draft = export(recipe, start, trained)
     report = evaluate(recipe, start, draft)
-    described = describe_rows(shards=rows, shards_digest=rows.digest, target=start.model, target_digest=start.found.target.digest)
+    described = describe_rows(
+        shards=rows, shards_digest=rows.digest, target=start.model, target_digest=start.found.target.digest
+    )
     summary = summarize_run(
         run_name=recipe.run_name,
         found=start.found,

@@ -17,8 +17,8 @@ from flytekit import CronSchedule, Email, LaunchPlan
 from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.types.file import FlyteFile
 
-from eagle3.config import PromoteConfig
-from eagle3.places import check_place
+from eagle3.config.training import PromoteConfig
+from eagle3.uris import check_place
 from workflows.recipe import Recipe
 from workflows.retrain_eagle3 import retrain_eagle3
 
@@ -52,15 +52,30 @@ def inputs_of(recipe: Path) -> dict[str, Any]:
     """
     kinds = get_type_hints(Recipe)
     if not recipe.is_file():
-        raise ValueError(f"EAGLE3_RECIPE must be the path of a recipe, got {recipe}, which is no file; correct it or unset it")
-    blocks = yaml.safe_load(recipe.read_text()) | {"prompts": TRAFFIC, "heldout": HELDOUT, "run_name": "nightly"}
+        raise ValueError(
+            f"EAGLE3_RECIPE must be the path of a recipe, got {recipe}, which is no file; correct it or unset it"
+        )
+    blocks = yaml.safe_load(recipe.read_text()) | {
+        "prompts": TRAFFIC,
+        "heldout": HELDOUT,
+        "run_name": "nightly",
+    }
     if unknown := sorted(blocks.keys() - kinds.keys()):
-        raise ValueError(f"{recipe} must have keys of a recipe only ({', '.join(kinds)}), got {', '.join(unknown)}; remove them")
+        raise ValueError(
+            f"{recipe} must have keys of a recipe only ({', '.join(kinds)}), got {', '.join(unknown)}; remove them"
+        )
     blocks["evaluate"] = blocks.get("evaluate", {}) | EVALUATE
     files = {name: FlyteFile(check_place(blocks.pop(name))) for name in ("prompts", "heldout")}
-    settings = {name: value if isinstance(value, str) else kinds[name](**value) for name, value in blocks.items()}
+    settings = {
+        name: value if isinstance(value, str) else kinds[name](**value) for name, value in blocks.items()
+    }
     defaults = {f.name: f.default for f in fields(Recipe) if f.default is not MISSING}
-    return {**defaults, **settings, **files, "promote": PromoteConfig(place=PROMOTED, warm_rate_share=WARM_RATE_SHARE)}
+    return {
+        **defaults,
+        **settings,
+        **files,
+        "promote": PromoteConfig(place=PROMOTED, warm_rate_share=WARM_RATE_SHARE),
+    }
 
 
 def make_plans() -> None:

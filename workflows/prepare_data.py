@@ -6,7 +6,7 @@ pyflyte run workflows/prepare_data.py prepare_shards --inputs-file recipe.yaml
 from typing import cast
 
 from workflows import chain
-from workflows.interfaces import PreparedData
+from workflows.flyte.interfaces import PreparedData
 from workflows.recipe import Recipe, recipe_workflow
 from workflows.tasks.prepare_data import report_data
 
@@ -16,6 +16,10 @@ def prepare_shards(recipe: Recipe) -> PreparedData:
     """Prepare a run's data and stop. Blocks of later stages are taken so that a run's recipe fits; most do nothing here."""
     start = chain.prepare_alone(recipe)
     report = report_data(
-        run_name=recipe.run_name, data=start.data, target=start.model, vocab=recipe.vocab, init_from=start.found.init_from
+        run_name=recipe.run_name,
+        data=start.data,
+        target=start.model,
+        vocab=recipe.vocab,
+        init_from=start.found.init_from,
     )
     return cast(PreparedData, report)

@@ -8,19 +8,17 @@ from typing import Any, get_type_hints
 from flytekit import workflow
 from flytekit.types.file import FlyteFile
 
-from eagle3.config import (
-    DataConfig,
+from eagle3.config.data import DataConfig, VocabConfig
+from eagle3.config.engine import (
     EngineConfig,
     EvaluateConfig,
-    ExportConfig,
     ExtractConfig,
     FanOutConfig,
     RegenerateConfig,
     TargetConfig,
-    TrainConfig,
-    VocabConfig,
 )
-from eagle3.resources import ResourcesConfig
+from eagle3.config.resources import ResourcesConfig
+from eagle3.config.training import ExportConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,9 @@ def recipe_workflow(body: Callable[..., Any]) -> Any:
 
     def run(**inputs: Any) -> Any:
         if missing := [p.name for p in (*recipe_keys, *more) if not (_has_default(p) or p.name in inputs)]:
-            raise ValueError(f"{body.__name__} needs {', '.join(missing)}: add to the recipe, or give --{missing[0]}")
+            raise ValueError(
+                f"{body.__name__} needs {', '.join(missing)}: add to the recipe, or give --{missing[0]}"
+            )
         extra = {p.name: inputs.pop(p.name) for p in more}
         return body(Recipe(**inputs), **extra)
 
@@ -66,7 +66,9 @@ def recipe_workflow(body: Callable[..., Any]) -> Any:
     hints = get_type_hints(Recipe) | {name: own[name] for name in ("return", *(p.name for p in more))}
     run.__annotations__ = hints
     # Inputs without a default come first.
-    keys = sorted((p.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for p in (*recipe_keys, *more)), key=_has_default)
+    keys = sorted(
+        (p.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for p in (*recipe_keys, *more)), key=_has_default
+    )
     run.__signature__ = Signature(keys, return_annotation=hints["return"])  # type: ignore[attr-defined]
     return workflow(run)
 

@@ -6,11 +6,16 @@ pyflyte run workflows/retrain_eagle3.py retrain_eagle3 --inputs-file recipe.yaml
 from dataclasses import replace
 from typing import cast
 
-from eagle3.config import PromoteConfig
+from eagle3.config.training import PromoteConfig
 from workflows import chain
-from workflows.interfaces import Promotion
+from workflows.flyte.interfaces import Promotion
 from workflows.recipe import Recipe, recipe_workflow
-from workflows.tasks.promote_draft import check_current_draft, choose_opponent, find_current_draft, promote_draft
+from workflows.tasks.promote_draft import (
+    check_current_draft,
+    choose_opponent,
+    find_current_draft,
+    promote_draft,
+)
 
 
 @recipe_workflow

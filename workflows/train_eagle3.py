@@ -12,7 +12,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from workflows import chain
-from workflows.interfaces import DraftCheckpoint, DraftExport, HiddenStateShards, TokenShards
+from workflows.flyte.interfaces import DraftCheckpoint, DraftExport, HiddenStateShards, TokenShards
 from workflows.recipe import Recipe, recipe_workflow
 from workflows.tasks.list_shards import list_hidden_states, list_token_shards
 
@@ -50,7 +50,9 @@ def until_train(recipe: Recipe) -> DraftCheckpoint:
     """Stop with the trained weights."""
     start = chain.prepare(recipe)
     rows = chain.answer(recipe, start)
-    return cast(DraftCheckpoint, chain.train(recipe, start, rows, chain.extract(recipe, start, rows)).checkpoint)
+    return cast(
+        DraftCheckpoint, chain.train(recipe, start, rows, chain.extract(recipe, start, rows)).checkpoint
+    )
 
 
 @recipe_workflow
@@ -58,7 +60,10 @@ def until_export(recipe: Recipe) -> DraftExport:
     """Stop with the directory that vLLM loads, not measured."""
     start = chain.prepare(recipe)
     rows = chain.answer(recipe, start)
-    return cast(DraftExport, chain.export(recipe, start, chain.train(recipe, start, rows, chain.extract(recipe, start, rows))))
+    return cast(
+        DraftExport,
+        chain.export(recipe, start, chain.train(recipe, start, rows, chain.extract(recipe, start, rows))),
+    )
 
 
 @recipe_workflow

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from eagle3.data.conversations import Conversation, Message
 from eagle3.data.pieces import Piece
 from eagle3.data.template import template_of
-from eagle3.shards import TokenRow
+from eagle3.shards.tokens import TokenRow
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -46,12 +46,18 @@ def load_chat_tokenizer(tokenizer_dir: str | Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(tokenizer_dir), local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(tokenizer_dir), local_files_only=True
+        )
     except (OSError, ValueError) as e:
         reason = str(e).partition("\n")[0]
-        raise ValueError(f"{tokenizer_dir}: no readable tokenizer ({reason}); give a target directory with tokenizer.json") from e
+        raise ValueError(
+            f"{tokenizer_dir}: no readable tokenizer ({reason}); give a target directory with tokenizer.json"
+        ) from e
     if not tokenizer.chat_template:
-        raise ValueError(f"{tokenizer_dir}: the tokenizer has no chat template; choose a chat model or add chat_template.jinja")
+        raise ValueError(
+            f"{tokenizer_dir}: the tokenizer has no chat template; choose a chat model or add chat_template.jinja"
+        )
     if not tokenizer.is_fast or _anchor(tokenizer) is None:
         raise ValueError(
             f"{tokenizer_dir}: the tokenizer cannot tokenize a text in pieces (it is slow, or changes the begin of every text); "
@@ -80,12 +86,16 @@ def conversation_rows(
     return template_of(tokenizer, thinking).rows(conversation)
 
 
-def prompt_row(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, thinking: bool | None = None) -> list[Piece]:
+def prompt_row(
+    tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, thinking: bool | None = None
+) -> list[Piece]:
     """Render a conversation and the generation prompt: what the target answers. As `conversation_rows`, nothing supervised."""
     return template_of(tokenizer, thinking).prompt(conversation)
 
 
-def encode_rows(tokenizer: "PreTrainedTokenizerBase", rows: list[list[Piece]], max_tokens: int | None = None) -> list[EncodedRow]:
+def encode_rows(
+    tokenizer: "PreTrainedTokenizerBase", rows: list[list[Piece]], max_tokens: int | None = None
+) -> list[EncodedRow]:
     """Tokenize the pieces of many rows in one batch.
 
     Args:
@@ -120,7 +130,9 @@ def encode_rows(tokenizer: "PreTrainedTokenizerBase", rows: list[list[Piece]], m
     return encoded_rows
 
 
-def _piece_tokens(encoded: "BatchEncoding", index: int, anchor: str, piece: Piece) -> tuple[list[int], int, bool]:
+def _piece_tokens(
+    encoded: "BatchEncoding", index: int, anchor: str, piece: Piece
+) -> tuple[list[int], int, bool]:
     """One piece of a batch whose first text is the anchor.
 
     Args:
@@ -148,10 +160,18 @@ def render_prompt(tokenizer: "PreTrainedTokenizerBase", messages: list[Message])
     return encode_rows(tokenizer, [prompt_row(tokenizer, Conversation(messages))])[0].token_ids
 
 
-def text_spans(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int], loss_mask: list[bool]) -> list[tuple[str, bool]]:
+def text_spans(
+    tokenizer: "PreTrainedTokenizerBase", token_ids: list[int], loss_mask: list[bool]
+) -> list[tuple[str, bool]]:
     """Decode a row for people: (text, supervised) for every run of equal mask."""
-    runs = [(m, [t for t, _ in run]) for m, run in groupby(zip(token_ids, loss_mask, strict=True), key=lambda pair: pair[1])]
-    return [(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False), m) for m, ids in runs]
+    runs = [
+        (m, [t for t, _ in run])
+        for m, run in groupby(zip(token_ids, loss_mask, strict=True), key=lambda pair: pair[1])
+    ]
+    return [
+        (tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False), m)
+        for m, ids in runs
+    ]
 
 
 def sample_of(tokenizer: "PreTrainedTokenizerBase", row: TokenRow) -> dict[str, Any]:
@@ -162,7 +182,13 @@ def sample_of(tokenizer: "PreTrainedTokenizerBase", row: TokenRow) -> dict[str, 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> "BatchEncoding":
     """Tokenize texts in one batch; nothing is added, since templates write their own special tokens."""
-    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+    return tokenizer(
+        texts,
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
 
 
 @lru_cache(maxsize=8)

@@ -18,8 +18,12 @@ from typing import Any, NoReturn, TypedDict
 ROLE_OF = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "claude", "model", "bot", "ai"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation", "tool_response", "function_response", "ipython"), "tool"),
+    **dict.fromkeys(
+        ("assistant", "gpt", "chatgpt", "bing", "bard", "claude", "model", "bot", "ai"), "assistant"
+    ),
+    **dict.fromkeys(
+        ("tool", "function", "observation", "tool_response", "function_response", "ipython"), "tool"
+    ),
     **dict.fromkeys(("function_call", "tool_call", "tool_calls"), "calls"),
 }
 TURN_KEYS = ("messages", "conversations", "conversation")
@@ -83,7 +87,9 @@ def to_conversation(row: Mapping[str, Any]) -> Conversation | Pretokenized:
     try:
         return _read_conversation(row)
     except RecursionError as e:
-        raise BadRow("too_deep", "an object is nested too deep to be read; flatten it or remove the row") from e
+        raise BadRow(
+            "too_deep", "an object is nested too deep to be read; flatten it or remove the row"
+        ) from e
 
 
 def has_answer(messages: list[Message]) -> bool:
@@ -117,7 +123,10 @@ def _read_conversation(row: Mapping[str, Any]) -> Conversation:
 def _read_turns(listed: Any, key: str) -> tuple[list[Message], str]:
     listed = _parsed(listed, key)
     if not isinstance(listed, list) or not listed:
-        raise BadRow("bad_turn", f"{key} must be a list with at least one turn, got {_shown(listed)}; fill it or drop the row")
+        raise BadRow(
+            "bad_turn",
+            f"{key} must be a list with at least one turn, got {_shown(listed)}; fill it or drop the row",
+        )
     messages = [m for i, turn in enumerate(listed, 1) for m in _read_turn(turn, f"turn {i} of {key}")]
     if not messages:
         raise BadRow("empty_text", f"{key} has no text; fill it or remove the row")
@@ -128,9 +137,17 @@ def _read_columns(row: Mapping[str, Any]) -> tuple[list[Message], str]:
     prompt_key = _first(row, PROMPT_KEYS)
     if not prompt_key:
         keys = sorted(map(str, row))
-        raise BadRow("no_conversation", f"no conversation, only the keys {keys}; name it messages, or prompt and response")
+        raise BadRow(
+            "no_conversation",
+            f"no conversation, only the keys {keys}; name it messages, or prompt and response",
+        )
     prompt = row[prompt_key]
-    if prompt_key == "instruction" and isinstance(prompt, str) and isinstance(row.get("input"), str) and row["input"].strip():
+    if (
+        prompt_key == "instruction"
+        and isinstance(prompt, str)
+        and isinstance(row.get("input"), str)
+        and row["input"].strip()
+    ):
         prompt = f"{prompt}\n\n{row['input']}"
     response_key = _first(row, RESPONSE_KEYS)
     messages = _read_column(prompt, "user", prompt_key)
@@ -148,7 +165,9 @@ def _read_column(value: Any, role: str, key: str) -> list[Message]:
 def _read_turn(turn: Any, where: str) -> list[Message]:
     """One message; none for an empty system prompt, which many files have."""
     if not isinstance(turn, dict):
-        raise BadRow("bad_turn", f'{where} must be an object, got {_shown(turn)}; write {{"role": …, "content": …}}')
+        raise BadRow(
+            "bad_turn", f'{where} must be an object, got {_shown(turn)}; write {{"role": …, "content": …}}'
+        )
     given = turn.get("role", turn.get("from"))
     role = ROLE_OF.get(given.strip().lower()) if isinstance(given, str) else None
     if role is None:
@@ -162,7 +181,9 @@ def _read_turn(turn: Any, where: str) -> list[Message]:
         return []
     message = Message(role=role, content=text)
     if role == "assistant":
-        thoughts = _read_text(next((turn[k] for k in THOUGHT_KEYS if turn.get(k)), None), f"reasoning of {where}")
+        thoughts = _read_text(
+            next((turn[k] for k in THOUGHT_KEYS if turn.get(k)), None), f"reasoning of {where}"
+        )
         if thoughts.strip():
             message["reasoning_content"] = thoughts
         if calls:
@@ -185,7 +206,9 @@ def _read_text(value: Any, where: str, objects_too: bool = False) -> str:
     elif isinstance(value, dict | list) and objects_too:
         value = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, str):
-        raise BadRow("not_text", f"{where} must be text, got {_shown(value)}; write a string or parts of type text")
+        raise BadRow(
+            "not_text", f"{where} must be text, got {_shown(value)}; write a string or parts of type text"
+        )
     _check_unicode(value, where)
     return value
 
@@ -195,12 +218,25 @@ def _read_calls(value: Any, where: str) -> list[dict[str, Any]]:
     calls = []
     for call in value if isinstance(value, list) else [value]:
         function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise BadRow("bad_tool_call", f'a tool call in {where} has no name; write {{"name": …, "arguments": …}}')
+        if (
+            not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or not function["name"]
+        ):
+            raise BadRow(
+                "bad_tool_call", f'a tool call in {where} has no name; write {{"name": …, "arguments": …}}'
+            )
         name = function["name"]
-        arguments = _parsed(function.get("arguments", function.get("parameters")) or {}, f"arguments of {name}", "bad_tool_call")
+        arguments = _parsed(
+            function.get("arguments", function.get("parameters")) or {},
+            f"arguments of {name}",
+            "bad_tool_call",
+        )
         if not isinstance(arguments, dict):
-            raise BadRow("bad_tool_call", f"arguments of {name} in {where} must be an object, got {_shown(arguments)}; mend them")
+            raise BadRow(
+                "bad_tool_call",
+                f"arguments of {name} in {where} must be an object, got {_shown(arguments)}; mend them",
+            )
         _check_unicode(json.dumps([name, arguments], ensure_ascii=False), where)
         read: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
         if isinstance(call.get("id"), str):
@@ -216,7 +252,10 @@ def _read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     for tool in listed if isinstance(listed, list) else [listed] if listed else []:
         schema = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(schema, dict) or not isinstance(schema.get("name"), str):
-            raise BadRow("bad_tools", f'{key} must be JSON schemas with names, got {_shown(tool)}; write {{"name": …, …}}')
+            raise BadRow(
+                "bad_tools",
+                f'{key} must be JSON schemas with names, got {_shown(tool)}; write {{"name": …, …}}',
+            )
         _check_unicode(json.dumps(schema, ensure_ascii=False), str(key))
         tools.append({"type": "function", "function": schema})
     return tools or None
@@ -243,14 +282,18 @@ def _parsed(value: Any, where: str, reason: str = "bad_json") -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as e:
-        raise BadRow(reason, f"{where} is a string that is not JSON ({e}); write a list or correct the string") from e
+        raise BadRow(
+            reason, f"{where} is a string that is not JSON ({e}); write a list or correct the string"
+        ) from e
 
 
 def _check_unicode(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise BadRow("bad_unicode", f"{where} has half a surrogate pair at character {e.start + 1}; correct the escape") from e
+        raise BadRow(
+            "bad_unicode", f"{where} has half a surrogate pair at character {e.start + 1}; correct the escape"
+        ) from e
 
 
 def _first(row: Mapping[str, Any], keys: tuple[str, ...]) -> str | None:

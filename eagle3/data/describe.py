@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle3.data.chat import sample_of
-from eagle3.data.report import length_bin
-from eagle3.shards import TokenRow
+from eagle3.data.tally import length_bin
+from eagle3.shards.tokens import TokenRow
 from eagle3.vocab import TokenCounter, coverage_by_size
 
 if TYPE_CHECKING:
@@ -123,8 +123,12 @@ def coverage_figures(description: Description, t2d: Tensor) -> dict[str, Any]:
     return {
         "size": int(t2d.sum()),
         "coverage": sum(inside) / sum(supervised),
-        "by_source": {name: list(pair) for name, *pair in zip(description.figures, inside, supervised, strict=True)},
-        "by_size": [list(point) for point in coverage_by_size(description.total, description.end_of_turn_ids)],
+        "by_source": {
+            name: list(pair) for name, *pair in zip(description.figures, inside, supervised, strict=True)
+        },
+        "by_size": [
+            list(point) for point in coverage_by_size(description.total, description.end_of_turn_ids)
+        ],
     }
 
 
@@ -139,4 +143,7 @@ def write_description(directory: str | Path, description: Description) -> None:
 def read_description(directory: str | Path) -> Description:
     """The inverse of `write_description`."""
     path = Path(directory)
-    return Description(**json.loads((path / "rows.json").read_text()), counts=load_file(path / "counts.safetensors")["counts"])
+    return Description(
+        **json.loads((path / "rows.json").read_text()),
+        counts=load_file(path / "counts.safetensors")["counts"],
+    )

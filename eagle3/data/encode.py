@@ -18,14 +18,22 @@ from itertools import chain, islice, pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from eagle3.config import DataConfig
+from eagle3.config.data import DataConfig
 from eagle3.data.chat import EncodedRow, conversation_rows, encode_rows, prompt_row
-from eagle3.data.conversations import BadRow, Conversation, Pretokenized, drop_trailing_answer, has_answer, to_conversation
+from eagle3.data.conversations import (
+    BadRow,
+    Conversation,
+    Pretokenized,
+    drop_trailing_answer,
+    has_answer,
+    to_conversation,
+)
 from eagle3.data.files import MAX_ROW_BYTES, Record
 from eagle3.data.pieces import Piece
 from eagle3.data.presets import PRESETS
 from eagle3.data.script import script_of
-from eagle3.shards import TokenRow, digest_of
+from eagle3.files import digest_of
+from eagle3.shards.tokens import TokenRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,7 +94,9 @@ class _Draft:
 class RowEncoder:
     """Rows to outcomes in this process, with one tokenizer and the keys of the conversations that must not come in."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", cfg: DataConfig, excluded: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", cfg: DataConfig, excluded: frozenset[str] = frozenset()
+    ) -> None:
         self.tokenizer, self.cfg, self.excluded = tokenizer, cfg, excluded
         self.num_tokens = len(tokenizer)
 
@@ -99,27 +109,36 @@ class RowEncoder:
         """The same for one batch."""
         drafts = [self._draft(record, task) for record in records]
         encoded = iter(self._tokenize([pieces for draft in drafts for pieces in draft.pieces], task))
-        return [self._finish(draft, draft.tokens or list(islice(encoded, len(draft.pieces))), task) for draft in drafts]
+        return [
+            self._finish(draft, draft.tokens or list(islice(encoded, len(draft.pieces))), task)
+            for draft in drafts
+        ]
 
     def _draft(self, record: Record, task: Task) -> _Draft:
         outcome = Outcome(record.where)
         if record.row is None:
             return _dropped(outcome, record.reason, record.message)
         try:
-            conversation = to_conversation(PRESETS[task.preset].map_row(record.row) if task.preset else record.row)
+            conversation = to_conversation(
+                PRESETS[task.preset].map_row(record.row) if task.preset else record.row
+            )
             if isinstance(conversation, Pretokenized):
                 return self._take_tokens(outcome, conversation, task)
             return self._render(outcome, conversation, task)
         except BadRow as e:
             return _dropped(outcome, e.reason, str(e))
-        except Exception as e:  # one of ten million rows that a mapping or a template trips over must not end the run
+        except (
+            Exception
+        ) as e:  # one of ten million rows that a mapping or a template trips over must not end the run
             return _dropped(outcome, "failed", f"{type(e).__name__}: {e}")
 
     def _render(self, outcome: Outcome, conversation: Conversation, task: Task) -> _Draft:
         messages = conversation.messages
         keys = [opening_key(m["content"]) for m in messages if m["role"] == "user"]
         calls = any("tool_calls" in m for m in messages)
-        outcome = replace(outcome, opening=keys[0], turns=len(keys), has_tool_calls=calls, format=conversation.format)
+        outcome = replace(
+            outcome, opening=keys[0], turns=len(keys), has_tool_calls=calls, format=conversation.format
+        )
         if not self.excluded.isdisjoint(keys):
             return _dropped(outcome, "in_heldout", "a user turn is a prompt of an evaluation set")
         if sum(len(m["content"]) for m in messages) > MAX_ROW_BYTES:
@@ -127,9 +146,15 @@ class RowEncoder:
         if task.keep == "answers":
             if not has_answer(messages):
                 return _dropped(
-                    outcome, "no_answer", "no assistant text to train on; add an answer or set regenerate.enabled to true"
+                    outcome,
+                    "no_answer",
+                    "no assistant text to train on; add an answer or set regenerate.enabled to true",
                 )
-            return _Draft(outcome, _content(conversation), pieces=conversation_rows(self.tokenizer, conversation, task.thinking))
+            return _Draft(
+                outcome,
+                _content(conversation),
+                pieces=conversation_rows(self.tokenizer, conversation, task.thinking),
+            )
         text = ""
         kept = replace(conversation, messages=drop_trailing_answer(messages))
         if task.keep == "script":
@@ -142,8 +167,15 @@ class RowEncoder:
         """A row that comes as tokens: its prompt is what stands before the first supervised one."""
         ids, mask = row.token_ids, row.loss_mask
         if max(ids) >= self.num_tokens:
-            return _dropped(outcome, "bad_token_ids", f"token id {max(ids)} is none of the target's {self.num_tokens}")
-        outcome = replace(outcome, opening=tokens_key(ids[: _num_prompt(mask)]), turns=_num_answers(mask), format="pretokenized")
+            return _dropped(
+                outcome, "bad_token_ids", f"token id {max(ids)} is none of the target's {self.num_tokens}"
+            )
+        outcome = replace(
+            outcome,
+            opening=tokens_key(ids[: _num_prompt(mask)]),
+            turns=_num_answers(mask),
+            format="pretokenized",
+        )
         if outcome.opening in self.excluded:
             return _dropped(outcome, "in_heldout", "it is a prompt of an evaluation set")
         if task.keep != "answers":
@@ -172,15 +204,28 @@ class RowEncoder:
         for i, row in enumerate(encoded):
             num_prompt = _num_prompt(row.loss_mask)
             if num_prompt > self.cfg.max_prompt_tokens:
-                fault = "prompt_too_long", f"{num_prompt} tokens, more than data.max_prompt_tokens {self.cfg.max_prompt_tokens}"
+                fault = (
+                    "prompt_too_long",
+                    f"{num_prompt} tokens, more than data.max_prompt_tokens {self.cfg.max_prompt_tokens}",
+                )
             elif row.reason:
                 fault = row.reason, f"nothing can be made of its first {self.cfg.max_tokens} tokens"
             else:
                 content = draft.content if i == 0 else digest_of(draft.content, str(i))
-                rows.append(TokenRow(f"{outcome.opening}:{content}", task.source, row.token_ids, row.loss_mask, draft.script))
+                rows.append(
+                    TokenRow(
+                        f"{outcome.opening}:{content}",
+                        task.source,
+                        row.token_ids,
+                        row.loss_mask,
+                        draft.script,
+                    )
+                )
         if encoded and not rows:
             return _dropped(outcome, *fault).outcome
-        return replace(outcome, rows=rows, is_cut=len(rows) < len(encoded) or any(row.num_cut for row in encoded))
+        return replace(
+            outcome, rows=rows, is_cut=len(rows) < len(encoded) or any(row.num_cut for row in encoded)
+        )
 
 
 def opening_key(text: str) -> str:
@@ -227,7 +272,9 @@ class EncoderPool:
     def __enter__(self) -> "EncoderPool":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.processes:
             self.processes.shutdown(cancel_futures=True)
 

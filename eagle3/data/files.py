@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 from fsspec.utils import infer_compression
 
-from eagle3.places import shown
+from eagle3.uris import shown
 
 Row = dict[str, Any]
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -81,11 +81,17 @@ def read_file(path: str, name: str) -> Iterator[Record]:
         raise
     except (OSError, EOFError, zlib.error, ImportError) as e:
         reason = getattr(e, "strerror", None) or str(e)
-        raise ValueError(f"{shown(path)} cannot be read ({reason}); give a whole, readable {kind} file") from e
+        raise ValueError(
+            f"{shown(path)} cannot be read ({reason}); give a whole, readable {kind} file"
+        ) from e
     if not is_sound and first_fault:
-        raise ValueError(f"{shown(path)}: none of the first {num_faults} rows can be read as {kind}; {first_fault}")
+        raise ValueError(
+            f"{shown(path)}: none of the first {num_faults} rows can be read as {kind}; {first_fault}"
+        )
     if not is_sound:
-        raise ValueError(f"{shown(path)} has no rows; write one JSON object with messages or a prompt on each line")
+        raise ValueError(
+            f"{shown(path)} has no rows; write one JSON object with messages or a prompt on each line"
+        )
 
 
 def _read_open_file(file: Any, kind: str, path: str, name: str) -> Iterator[Record]:
@@ -165,7 +171,12 @@ def _decode_element(buffer: str, at: int, where: str) -> tuple[Record, int]:
     try:
         buffer[at:end].encode()
     except UnicodeEncodeError as e:
-        return Record(where, None, "not_utf8", f"character {e.start + 1} of the row is not UTF-8; save the file as UTF-8"), end
+        return Record(
+            where,
+            None,
+            "not_utf8",
+            f"character {e.start + 1} of the row is not UTF-8; save the file as UTF-8",
+        ), end
     return _record_of(where, row, end - at), end
 
 
@@ -183,7 +194,9 @@ def _read_parquet(file: Any, path: str, name: str) -> Iterator[Record]:
                 try:
                     (row,) = batch.slice(i, 1).to_pylist()
                 except UnicodeDecodeError as e:
-                    yield Record(where, None, "not_utf8", f"{e.reason} at byte {e.start + 1}; write text as UTF-8")
+                    yield Record(
+                        where, None, "not_utf8", f"{e.reason} at byte {e.start + 1}; write text as UTF-8"
+                    )
                     continue
                 yield Record(where, row, size=size)
     except pa.ArrowException as e:
@@ -198,7 +211,12 @@ def _record_of(where: str, row: Any, size: int) -> Record:
 
 
 def _too_large(where: str, size: int) -> Record:
-    return Record(where, None, "row_too_large", f"{size:,} bytes, more than {MAX_ROW_BYTES:,}; cut the row into conversations")
+    return Record(
+        where,
+        None,
+        "row_too_large",
+        f"{size:,} bytes, more than {MAX_ROW_BYTES:,}; cut the row into conversations",
+    )
 
 
 def _repeated_key(where: str, error: RepeatedKeyError) -> Record:
@@ -209,7 +227,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> Row:
     row = dict(pairs)
     if len(row) < len(pairs):
         names = [key for key, _ in pairs]
-        raise RepeatedKeyError(f"an object has the key {next(k for k in names if names.count(k) > 1)!r} twice")
+        raise RepeatedKeyError(
+            f"an object has the key {next(k for k in names if names.count(k) > 1)!r} twice"
+        )
     return row
 
 

@@ -19,21 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from eagle3.config import DataConfig, SourceConfig
+from eagle3.config.data import DataConfig, SourceConfig
 from eagle3.data.chat import load_chat_tokenizer, sample_of
 from eagle3.data.encode import EncoderPool, Outcome, RowEncoder, Task, tokens_key
-from eagle3.data.report import SourceTally, total_figures
-from eagle3.data.script import is_tool_task
 from eagle3.data.sources import read_source, source_name, source_path
-from eagle3.places import shown
-from eagle3.shards import TokenRow, TokenShardSummary, write_token_shard
+from eagle3.data.tally import SourceTally, total_figures
+from eagle3.shards.tokens import HELDOUT_NAME, TokenRow, TokenShardSummary, is_tool_task, write_token_shard
+from eagle3.uris import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NUM_SAMPLES = 8
 SAMPLES_OF_A_SOURCE = 2
-HELDOUT_NAME = "heldout.parquet"
 PROGRESS_DELAY_S = 3.0
 
 logger = logging.getLogger(__name__)
@@ -63,11 +61,7 @@ class PreparedFiles:
 
 
 def prepare_shards(
-    heldout: SourceConfig,
-    tokenizer_dir: str | Path,
-    cfg: DataConfig,
-    regenerate: bool,
-    out_dir: str | Path,
+    heldout: SourceConfig, tokenizer_dir: str | Path, cfg: DataConfig, regenerate: bool, out_dir: str | Path
 ) -> PreparedFiles:
     """Turn training sources and a held-out source into token shards.
 
@@ -89,7 +83,10 @@ def prepare_shards(
         heldout_rows, heldout_tally, excluded = _read_heldout(RowEncoder(tokenizer, cfg), heldout, cfg)
         heldout_file = _write_shard(Path(staging) / HELDOUT_NAME, heldout_rows)
         tallies = [SourceTally() for _ in names]
-        shards, tool_tasks = _ShardFiles(Path(staging), "shard", cfg), _ShardFiles(Path(staging), "tool-tasks", cfg)
+        shards, tool_tasks = (
+            _ShardFiles(Path(staging), "shard", cfg),
+            _ShardFiles(Path(staging), "tool-tasks", cfg),
+        )
         samples: list[dict[str, Any]] = []
         with EncoderPool(RowEncoder(tokenizer, cfg, excluded)) as pool:
             for rows in _training_rows(pool, names, tallies, cfg, regenerate):
@@ -101,10 +98,14 @@ def prepare_shards(
         _check_training(cfg, tallies, len(shards.files) + len(tool_tasks.files))
         published = [[_publish(f, Path(out_dir)) for f in made] for made in (shards.files, tool_tasks.files)]
         heldout_file = _publish(heldout_file, Path(out_dir))
-    return PreparedFiles(published[0], published[1], heldout_file, _report(names, tallies, heldout_tally, samples))
+    return PreparedFiles(
+        published[0], published[1], heldout_file, _report(names, tallies, heldout_tally, samples)
+    )
 
 
-def prepare_heldout(heldout: SourceConfig, tokenizer_dir: str | Path, cfg: DataConfig, out_dir: str | Path) -> PreparedFile:
+def prepare_heldout(
+    heldout: SourceConfig, tokenizer_dir: str | Path, cfg: DataConfig, out_dir: str | Path
+) -> PreparedFile:
     """The held-out prompts alone, for shards that exist already; the same file as `prepare_shards` makes of them."""
     alone = cfg.model_copy(update={"sources": [], "excluded": []})
     rows, _, _ = _read_heldout(RowEncoder(load_chat_tokenizer(tokenizer_dir), alone), heldout, alone)
@@ -127,7 +128,9 @@ class _ShardFiles:
     def end(self) -> None:
         """Write what is left: the next row begins another file."""
         if self.rows:
-            self.files.append(_write_shard(self.directory / f"{self.name}-{len(self.files):05d}.parquet", self.rows))
+            self.files.append(
+                _write_shard(self.directory / f"{self.name}-{len(self.files):05d}.parquet", self.rows)
+            )
             self.rows = []
 
 
@@ -138,12 +141,23 @@ def _read_heldout(
     excluded: set[str] = set()
 
     def outcomes(source: SourceConfig) -> Iterator[Outcome]:
-        for outcome in encoder.encode_all(read_source(source), Task("heldout", source.preset, source.thinking, "last_prompt")):
-            excluded.update([outcome.opening] if outcome.opening else [], (tokens_key(row.token_ids) for row in outcome.rows))
+        for outcome in encoder.encode_all(
+            read_source(source), Task("heldout", source.preset, source.thinking, "last_prompt")
+        ):
+            excluded.update(
+                [outcome.opening] if outcome.opening else [],
+                (tokens_key(row.token_ids) for row in outcome.rows),
+            )
             yield outcome
 
     tally = SourceTally()
-    rows = list(tqdm(_keep(outcomes(heldout), tally, set(), heldout.max_rows), "held-out prompts", delay=PROGRESS_DELAY_S))
+    rows = list(
+        tqdm(
+            _keep(outcomes(heldout), tally, set(), heldout.max_rows),
+            "held-out prompts",
+            delay=PROGRESS_DELAY_S,
+        )
+    )
     if not rows:
         raise ValueError(
             f"{shown(source_path(heldout))}: none of {tally.read} held-out prompts is left, dropped {dict(tally.dropped)}; "
@@ -165,12 +179,16 @@ def _training_rows(
     seen: set[str] = set()
     streams = []
     for source, name, tally in zip(cfg.sources, names, tallies, strict=True):
-        task = Task(name, source.preset, source.thinking, "script" if regenerate and source.regenerate else "answers")
+        task = Task(
+            name, source.preset, source.thinking, "script" if regenerate and source.regenerate else "answers"
+        )
         streams.append(_keep(pool.encode(read_source(source), task), tally, seen, source.max_rows))
     return _mix(streams, [source.weight for source in cfg.sources], cfg.seed)
 
 
-def _keep(outcomes: Iterator[Outcome], tally: SourceTally, seen: set[str], max_rows: int) -> Iterator[TokenRow]:
+def _keep(
+    outcomes: Iterator[Outcome], tally: SourceTally, seen: set[str], max_rows: int
+) -> Iterator[TokenRow]:
     """Yield the rows that are kept, in order; each is counted when it is asked for."""
     for outcome in outcomes:
         tally.read += 1
@@ -219,10 +237,14 @@ def _check_sources(sources: Sequence[SourceConfig]) -> list[str]:
     names = [source_name(source) for source in sources]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
-        raise ValueError(f"every source needs a name of its own, got {', '.join(repeated)} twice; set `name` in data.sources")
+        raise ValueError(
+            f"every source needs a name of its own, got {', '.join(repeated)} twice; set `name` in data.sources"
+        )
     without = [name for name, source in zip(names, sources, strict=True) if not source.weight]
     if without and len(without) < len(names):
-        raise ValueError(f"either all sources must have a weight above 0, or none, got none for {', '.join(without)}; add it")
+        raise ValueError(
+            f"either all sources must have a weight above 0, or none, got none for {', '.join(without)}; add it"
+        )
     return names
 
 
@@ -245,7 +267,9 @@ def _check_training(cfg: DataConfig, tallies: list[SourceTally], num_shards: int
     if num_rows and num_shards >= cfg.min_shards:
         return
     fitting = num_rows // cfg.min_shards
-    remedy = f"lower data.rows_per_shard to {fitting} or data.min_shards" if fitting else "lower data.min_shards"
+    remedy = (
+        f"lower data.rows_per_shard to {fitting} or data.min_shards" if fitting else "lower data.min_shards"
+    )
     places = ", ".join(shown(source_path(source)) for source in cfg.sources)
     raise ValueError(
         f"{places}: {num_rows} usable rows of {sum(tally.read for tally in tallies)} fill "
@@ -254,7 +278,9 @@ def _check_training(cfg: DataConfig, tallies: list[SourceTally], num_shards: int
     )
 
 
-def _report(names: list[str], tallies: list[SourceTally], heldout: SourceTally, samples: list[dict[str, Any]]) -> dict[str, Any]:
+def _report(
+    names: list[str], tallies: list[SourceTally], heldout: SourceTally, samples: list[dict[str, Any]]
+) -> dict[str, Any]:
     """The report of PreparedFiles; names and tallies: of the training sources, in order."""
     report = total_figures(tallies)
     logger.info("prepared %s", report)
@@ -268,5 +294,8 @@ def _report(names: list[str], tallies: list[SourceTally], heldout: SourceTally, 
 
 def _add_sample(samples: list[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase", row: TokenRow) -> None:
     """Add the first rows of each source as text, as long as there are few."""
-    if len(samples) < NUM_SAMPLES and sum(sample["source"] == row.source for sample in samples) < SAMPLES_OF_A_SOURCE:
+    if (
+        len(samples) < NUM_SAMPLES
+        and sum(sample["source"] == row.source for sample in samples) < SAMPLES_OF_A_SOURCE
+    ):
         samples.append(sample_of(tokenizer, row))

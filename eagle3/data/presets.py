@@ -48,7 +48,10 @@ def _toolace(row: Row) -> Row:
         role, text = turn["from"], turn["value"]
         calls = _parse_calls(text) if role == "assistant" else []
         if calls:
-            functions = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+            functions = [
+                {"type": "function", "function": {"name": name, "arguments": arguments}}
+                for name, arguments in calls
+            ]
             messages.append({"role": role, "content": "", "tool_calls": functions})
         else:
             messages.append({"role": role, "content": text})
@@ -121,7 +124,9 @@ def _json_schema(schema: Row) -> Row:
             mapped[key] = _json_schema(mapped[key])
     if isinstance(mapped.get("properties"), dict):
         parts = mapped["properties"].items()
-        mapped["properties"] = {name: _json_schema(part) if isinstance(part, dict) else part for name, part in parts}
+        mapped["properties"] = {
+            name: _json_schema(part) if isinstance(part, dict) else part for name, part in parts
+        }
     return mapped
 
 

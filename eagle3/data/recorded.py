@@ -80,7 +80,9 @@ def _turns_behind(messages: Sequence[Message], index: int) -> list[Message]:
     return turns
 
 
-def _pairs(calls: Sequence[Mapping[str, Any]], turns: Sequence[Message]) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _pairs(
+    calls: Sequence[Mapping[str, Any]], turns: Sequence[Message]
+) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Calls with their results: by id first, what is left in order."""
     if len(turns) == 1 and len(calls) > 1:
         listed = _listed(turns[0].get("content", ""))

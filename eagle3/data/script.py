@@ -35,7 +35,12 @@ class Script:
 
     def to_json(self) -> str:
         """The script as it travels in a token shard."""
-        fields = {"messages": self.messages, "turns": self.turns, "tools": self.tools, "thinking": self.thinking}
+        fields = {
+            "messages": self.messages,
+            "turns": self.turns,
+            "tools": self.tools,
+            "thinking": self.thinking,
+        }
         return json.dumps(fields | {"recorded": self.recorded.to_json()}, ensure_ascii=False)
 
     @classmethod
@@ -60,8 +65,3 @@ def script_of(conversation: Conversation, thinking: bool | None) -> Script:
     # What no user turn follows is never asked.
     asked = [group for group in groups if any(m["role"] == "user" for m in group)]
     return Script(asked[0], asked[1:], conversation.tools, thinking, Recorded.of(conversation.messages))
-
-
-def is_tool_task(script: str) -> bool:
-    """Whether a row's script offers tools; `script` as in a token shard."""
-    return bool(script) and bool(json.loads(script)["tools"])

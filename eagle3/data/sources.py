@@ -13,13 +13,12 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from eagle3.config import DataConfig, SourceConfig
+from eagle3.config.data import DataConfig, SourceConfig
 from eagle3.data.files import Record, file_format, read_file
 from eagle3.data.presets import PRESETS
-from eagle3.places import hiding_secrets, name_of, shown
-from eagle3.remote import file_version
-from eagle3.shards import digest_of
-from eagle3.target.hub import connection_faults, hub_commit
+from eagle3.files import digest_of, file_version
+from eagle3.targets.hub import connection_faults, hub_commit
+from eagle3.uris import hiding_secrets, name_of, shown
 
 HUB_PLACE = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::([\w.-]+))?:([\w.-]+(?:\[[\w:%-]*\])?)")
 REFUSALS = (400, 401, 403)
@@ -45,7 +44,9 @@ def without_places(data: DataConfig) -> DataConfig:
     """
 
     def without_place(source: SourceConfig) -> SourceConfig:
-        return source.model_copy(update={"path": source_name(source), "name": source_name(source), "revision": ""})
+        return source.model_copy(
+            update={"path": source_name(source), "name": source_name(source), "revision": ""}
+        )
 
     sources, excluded = (list(map(without_place, found)) for found in (data.sources, data.excluded))
     return data.model_copy(update={"sources": sources, "excluded": excluded, "workers": 0})
@@ -96,7 +97,9 @@ def pin_sources(sources: Sequence[SourceConfig], versions: Sequence[str]) -> lis
     """The same sources at the versions that `resolve_source` found: a branch that moves meanwhile changes nothing."""
     pinned = []
     for source, version in zip(sources, versions, strict=True):
-        pinned.append(source.model_copy(update={"revision": version}) if hub_parts(source_path(source)) else source)
+        pinned.append(
+            source.model_copy(update={"revision": version}) if hub_parts(source_path(source)) else source
+        )
     return pinned
 
 
@@ -122,13 +125,17 @@ def _read_hub(repository: str, subset: str, split: str, revision: str, name: str
 
     number = 0
     try:
-        rows = datasets.load_dataset(repository, subset or None, split=split, streaming=True, revision=revision or None)
+        rows = datasets.load_dataset(
+            repository, subset or None, split=split, streaming=True, revision=revision or None
+        )
         for number, row in enumerate(rows, 1):
             yield Record(f"{name}, row {number}", row)
     except (ConnectionError, TimeoutError):
         raise
     except connection_faults() as e:
-        raise ConnectionError(f"data set {repository}, behind row {number}: {type(e).__name__}: {e}; run again") from e
+        raise ConnectionError(
+            f"data set {repository}, behind row {number}: {type(e).__name__}: {e}; run again"
+        ) from e
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as e:
         raise ValueError(
             f"data set {repository}, {f'behind row {number}' if number else 'first row'}: {type(e).__name__}: {e}; check name, "
@@ -148,15 +155,21 @@ def _list_files(path: str) -> tuple[Any, list[str], str]:
     except (ConnectionError, TimeoutError):
         raise
     except (OSError, ValueError, ImportError) as e:
-        raise ValueError(f"source {shown(path)} cannot be read ({e}); give a readable file, directory or URL") from e
+        raise ValueError(
+            f"source {shown(path)} cannot be read ({e}); give a readable file, directory or URL"
+        ) from e
     except Exception as e:  # HTTP stores' answers are errors of their own
         if getattr(e, "status", None) not in REFUSALS:
             raise
-        raise ValueError(f"source {shown(path)} is refused ({e}); give credentials, or a URL that is signed anew") from e
+        raise ValueError(
+            f"source {shown(path)} is refused ({e}); give credentials, or a URL that is signed anew"
+        ) from e
     hidden = [f for f in found if any(part.startswith((".", "_")) for part in _inside(f, root).split("/"))]
     files = [f for f in found if file_format(f) and f not in hidden]
     if not files:
-        raise ValueError(f"source {shown(path)} has no JSONL, JSON or Parquet file; give a directory that holds some")
+        raise ValueError(
+            f"source {shown(path)} has no JSONL, JSON or Parquet file; give a directory that holds some"
+        )
     if skipped := len(found) - len(files):
         logger.warning("source %s: %d files of other formats or hidden are not read", shown(path), skipped)
     return filesystem, files, root

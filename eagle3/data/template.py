@@ -93,7 +93,9 @@ class ChatTemplate:
             except BadRow as e:
                 refused.append(e)
             except RecursionError as e:
-                raise BadRow("too_deep", "a tool or its call is nested too deep to be written; remove the row") from e
+                raise BadRow(
+                    "too_deep", "a tool or its call is nested too deep to be written; remove the row"
+                ) from e
         raise refused[0]
 
     def _prompt(self, shown: Shown) -> list[Piece]:
@@ -153,11 +155,15 @@ class ChatTemplate:
         header_at = whole.rfind(header, 0, parting) if header and header != prompt else -1
         if header_at >= 0:
             return prompt + whole[header_at + len(header) :], len(prompt)
-        others = [self._render(shown, history, True, thinking) for thinking in {None, False, True} - {self.thinking}]
+        others = [
+            self._render(shown, history, True, thinking) for thinking in {None, False, True} - {self.thinking}
+        ]
         if any(map(whole.startswith, others)):
             return whole, max(len(other) for other in others if whole.startswith(other))
         if not self.warned:
-            logger.warning("the chat template writes answers elsewhere than behind its generation prompt; taken as they are")
+            logger.warning(
+                "the chat template writes answers elsewhere than behind its generation prompt; taken as they are"
+            )
             self.warned = True
         return whole, parting
 
@@ -167,7 +173,17 @@ class ChatTemplate:
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if a.startswith(b[:middle]) else (low, middle - 1)
-        return min([low, *(m.start() for text in (a, b) for m in self.control.finditer(text) if m.start() < low < m.end())])
+        return min(
+            [
+                low,
+                *(
+                    m.start()
+                    for text in (a, b)
+                    for m in self.control.finditer(text)
+                    if m.start() < low < m.end()
+                ),
+            ]
+        )
 
     def _find_empty_thoughts(self) -> str:
         """What stands before an answer without thoughts, if thoughts would add to the rendering nothing but themselves."""
@@ -176,7 +192,9 @@ class ChatTemplate:
         shown.messages.append(answer)
         try:
             found = self._answer(shown, 1)
-            thinking = self._whole(shown, [shown.messages[0], answer | dict.fromkeys(THOUGHT_KEYS, shown.thoughts)])
+            thinking = self._whole(
+                shown, [shown.messages[0], answer | dict.fromkeys(THOUGHT_KEYS, shown.thoughts)]
+            )
         except BadRow:
             return ""
         if shown.thoughts not in thinking or thinking.replace(shown.thoughts, "") != found.text:
@@ -191,7 +209,9 @@ class ChatTemplate:
             raise BadRow("bad_unicode", "the conversation uses every private-use character; remove the row")
         messages = []
         for message in conversation.messages:
-            shown = self.tags[message["role"]].broken(dict(message), characters[0]) | {"role": message["role"]}
+            shown = self.tags[message["role"]].broken(dict(message), characters[0]) | {
+                "role": message["role"]
+            }
             thoughts = shown.pop("reasoning_content", None)
             if thoughts and self.thinking is not False:
                 shown |= dict.fromkeys(THOUGHT_KEYS, thoughts)
@@ -201,7 +221,9 @@ class ChatTemplate:
     def _whole(self, shown: Shown, messages: list[dict[str, Any]]) -> str:
         return self._render(shown, messages, False, self.thinking).removesuffix(self.closing)
 
-    def _render(self, shown: Shown, messages: list[dict[str, Any]], prompt: bool, thinking: bool | None) -> str:
+    def _render(
+        self, shown: Shown, messages: list[dict[str, Any]], prompt: bool, thinking: bool | None
+    ) -> str:
         import jinja2
 
         switches = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
@@ -216,10 +238,14 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as e:
             raise BadRow(
-                "template_refuses", f"the chat template refuses the conversation ({e}); change the row to turns that it allows"
+                "template_refuses",
+                f"the chat template refuses the conversation ({e}); change the row to turns that it allows",
             ) from e
         if escaped(shown.mark) in text:
-            raise BadRow("tag_in_text", "the chat template escapes a text that spells one of its tags; remove the tag or the row")
+            raise BadRow(
+                "tag_in_text",
+                "the chat template escapes a text that spells one of its tags; remove the tag or the row",
+            )
         return text
 
     def _try_render(self, roles: list[str], prompt: bool) -> str:

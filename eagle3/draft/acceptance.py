@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle3.batch import PackedBatch
+from eagle3.draft.batch import PackedBatch
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,9 @@ class StepZeroKeys:
         return cls(here, starts, blocks)
 
 
-def unroll_attention(q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: StepZeroKeys) -> Tensor:
+def unroll_attention(
+    q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: StepZeroKeys
+) -> Tensor:
     """Attend from supervised slots to their row's step-0 keys and to their own later keys.
 
     Args:
@@ -78,7 +80,9 @@ def unroll_attention(q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Te
     return out
 
 
-def dense_attention(q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: StepZeroKeys) -> Tensor:
+def dense_attention(
+    q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: StepZeroKeys
+) -> Tensor:
     """`unroll_attention` with whole [N, S, T + J] score matrices and autograd: the reference for sizes beyond a slow loop."""
     per_group = q.shape[1] // k0.shape[1]
     k0, v0, own_k, own_v = (x.repeat_interleave(per_group, -2) for x in (k0, v0, own_k, own_v))
@@ -92,19 +96,28 @@ def dense_attention(q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Ten
     return out + torch.einsum("nsj,jsnd->snd", p[..., len(k0) :], own_v)
 
 
-def blockwise_attention(q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: StepZeroKeys) -> Tensor:
+def blockwise_attention(
+    q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: StepZeroKeys
+) -> Tensor:
     """`unroll_attention` on a CPU: a flash kernel for each block of queries over their row's keys, own keys merged in."""
     return BlockwiseAttention.apply(q, k0, v0, own_k, own_v, keys)  # type: ignore[no-any-return]
 
 
-def flex_attention_form(q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: StepZeroKeys) -> Tensor:
+def flex_attention_form(
+    q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: StepZeroKeys
+) -> Tensor:
     """`unroll_attention` with FlexAttention over the step-0 keys; own keys are merged by log-sum-exp, in float32."""
     num_slots, num_heads, size = q.shape
     groups = k0.shape[1]
     if not num_slots:  # keeps the graph whole, so that every parameter gets its zero gradient
         return q + 0 * (k0.sum() + v0.sum() + own_k.sum() + own_v.sum())
     heads_first = [x.transpose(0, 1)[None] for x in (q, k0, v0)]
-    out, aux = _flex()(*heads_first, block_mask=keys.block_mask, enable_gqa=num_heads != groups, return_aux=AuxRequest(lse=True))
+    out, aux = _flex()(
+        *heads_first,
+        block_mask=keys.block_mask,
+        enable_gqa=num_heads != groups,
+        return_aux=AuxRequest(lse=True),
+    )
     out, lse = out[0].transpose(0, 1).float(), aux.lse[0].T
     if len(own_k):
         grouped = q.view(num_slots, groups, num_heads // groups, size)
@@ -144,7 +157,11 @@ def flex_mask(slots: Tensor, row_starts: Tensor, num_keys: int) -> Any:
         return (key >= starts[query]) & (key <= slots[query])
 
     return BlockMask.from_kv_blocks(
-        *_ordered(seen & ~full), *_ordered(full), BLOCK_SIZE=FLEX_BLOCK, mask_mod=visible, seq_lengths=(len(slots), num_keys)
+        *_ordered(seen & ~full),
+        *_ordered(full),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=visible,
+        seq_lengths=(len(slots), num_keys),
     )
 
 
@@ -210,7 +227,9 @@ class BlockwiseAttention(torch.autograd.Function):
         d_own_k, d_own_v = torch.zeros_like(own_k), torch.zeros_like(own_v)
         if len(own_k):
             own_p = torch.exp(torch.einsum("sghd,jsgd->jsgh", grouped, own_k) * scale - lse_s).to(q.dtype)
-            delta = (grad_s * result).sum(-1)  # [S, G, g]: Σ_t p_t dp_t over the union, from the merged output
+            delta = (grad_s * result).sum(
+                -1
+            )  # [S, G, g]: Σ_t p_t dp_t over the union, from the merged output
             own_ds = own_p * (torch.einsum("sghd,jsgd->jsgh", grad_s, own_v) - delta) * scale
             d_own_v = torch.einsum("jsgh,sghd->jsgd", own_p, grad_s)
             d_own_k = torch.einsum("jsgh,sghd->jsgd", own_ds, grouped)

@@ -49,7 +49,9 @@ class ReferenceDraft:
         dtype: arithmetic dtype. Norms and softmax run in float32 or wider, RoPE angles in float32, as in the engine.
     """
 
-    def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor], embedding: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], embedding: Tensor, dtype: torch.dtype
+    ) -> None:
         layer = dict(config["transformer_layer_config"])
         self.config = AutoConfig.for_model(layer.pop("model_type"), **layer)
         self.norm_before_residual: bool = config["norm_before_residual"]
@@ -57,7 +59,10 @@ class ReferenceDraft:
         self.fc_norm: bool = config["fc_norm"]
         self.norm_output: bool = config["norm_output"]
         self.layer_ids: list[int] = config["eagle_aux_hidden_state_layer_ids"]
-        self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        self.head_dim: int = (
+            getattr(self.config, "head_dim", None)
+            or self.config.hidden_size // self.config.num_attention_heads
+        )
         self.eps: float = self.config.rms_norm_eps
         self.weights = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         draft_ids = torch.arange(config["draft_vocab_size"])
@@ -67,10 +72,17 @@ class ReferenceDraft:
         self.rope = LlamaRotaryEmbedding(self.config)
 
     @classmethod
-    def load(cls, export_dir: str | Path, embedding: Tensor, dtype: torch.dtype = torch.float32) -> "ReferenceDraft":
+    def load(
+        cls, export_dir: str | Path, embedding: Tensor, dtype: torch.dtype = torch.float32
+    ) -> "ReferenceDraft":
         """Read an exported directory."""
         path = Path(export_dir)
-        return cls(json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors"), embedding, dtype)
+        return cls(
+            json.loads((path / "config.json").read_text()),
+            load_file(path / "model.safetensors"),
+            embedding,
+            dtype,
+        )
 
     @torch.no_grad()
     def prefill(self, token_ids: list[int], aux: Tensor) -> DraftState:
@@ -86,7 +98,9 @@ class ReferenceDraft:
                 f"{len(token_ids)} tokens need aux states [{m}, {len(self.layer_ids)}, H] and at least two tokens, "
                 f"got {list(aux.shape)}; give the states of all positions but the last"
             )
-        return self._layer(torch.tensor(token_ids[1:]), self._combine(aux.to(self.dtype)), torch.arange(m), None)
+        return self._layer(
+            torch.tensor(token_ids[1:]), self._combine(aux.to(self.dtype)), torch.arange(m), None
+        )
 
     @torch.no_grad()
     def step(self, state: DraftState, token_id: int) -> DraftState:
@@ -128,29 +142,43 @@ class ReferenceDraft:
             flat = torch.cat([self._norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], dim=-1)
         return self._linear(flat, "fc")
 
-    def _layer(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, past: DraftState | None) -> DraftState:
+    def _layer(
+        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, past: DraftState | None
+    ) -> DraftState:
         embed = self._norm(self.embedding[token_ids], "layers.0.input_layernorm")
         normed = self._norm(hidden, "layers.0.hidden_norm")
         residual = normed if self.norm_before_residual else hidden
         attended, keys, values = self._attention(torch.cat([embed, normed], dim=-1), positions, past)
         residual = residual + attended
         inner = self._norm(residual, "layers.0.post_attention_layernorm")
-        gated = F.silu(self._linear(inner, "layers.0.mlp.gate_proj")) * self._linear(inner, "layers.0.mlp.up_proj")
+        gated = F.silu(self._linear(inner, "layers.0.mlp.gate_proj")) * self._linear(
+            inner, "layers.0.mlp.up_proj"
+        )
         before_norm = residual + self._linear(gated, "layers.0.mlp.down_proj")
         last = self._norm(before_norm[-1:], "norm")
-        return DraftState(self._linear(last, "lm_head")[0], last if self.norm_output else before_norm[-1:], keys, values)
+        return DraftState(
+            self._linear(last, "lm_head")[0], last if self.norm_output else before_norm[-1:], keys, values
+        )
 
-    def _attention(self, x: Tensor, positions: Tensor, past: DraftState | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _attention(
+        self, x: Tensor, positions: Tensor, past: DraftState | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         queries, keys, values = (self._heads(x, f"layers.0.self_attn.{n}_proj") for n in "qkv")
         if self.config.model_type == "qwen3":
-            queries, keys = self._norm(queries, "layers.0.self_attn.q_norm"), self._norm(keys, "layers.0.self_attn.k_norm")
+            queries, keys = (
+                self._norm(queries, "layers.0.self_attn.q_norm"),
+                self._norm(keys, "layers.0.self_attn.k_norm"),
+            )
         queries, keys = self._rotate(queries, positions), self._rotate(keys, positions)
         num_past = 0
         if past is not None:
             num_past = len(past.keys)
             keys, values = torch.cat([past.keys, keys]), torch.cat([past.values, values])
         group = queries.shape[1] // keys.shape[1]
-        scores = torch.einsum("qnd,knd->nqk", queries, keys.repeat_interleave(group, 1)).to(self.wide) * self.head_dim**-0.5
+        scores = (
+            torch.einsum("qnd,knd->nqk", queries, keys.repeat_interleave(group, 1)).to(self.wide)
+            * self.head_dim**-0.5
+        )
         hidden_keys = torch.ones(len(x), len(keys), dtype=torch.bool).triu(num_past + 1)
         shares = scores.masked_fill(hidden_keys, -torch.inf).softmax(-1).to(self.dtype)
         out = torch.einsum("nqk,knd->qnd", shares, values.repeat_interleave(group, 1))
@@ -216,7 +244,12 @@ def speculative_generate(
     tokens.append(int(output.logits[0, -1].argmax()))
     while not _finished(tokens[len(prompt_ids) :], max_new_tokens, eos_ids):
         guesses = draft.propose(tokens, aux, k)
-        output = target(torch.tensor([[tokens[-1], *guesses]]), past_key_values=cache, use_cache=True, output_hidden_states=True)
+        output = target(
+            torch.tensor([[tokens[-1], *guesses]]),
+            past_key_values=cache,
+            use_cache=True,
+            output_hidden_states=True,
+        )
         own = output.logits[0].argmax(-1).tolist()
         kept = next((i for i, guess in enumerate(guesses) if guess != own[i]), k)
         rounds += 1

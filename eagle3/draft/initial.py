@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3.config import TrainConfig
+from eagle3.config.training import TrainConfig
 from eagle3.draft.speculators import (
     FLAGS,
     LAYER_TYPES,
@@ -23,15 +23,19 @@ from eagle3.draft.speculators import (
     read_shapes,
     read_target_ids,
 )
-from eagle3.places import hiding_secrets, shown
-from eagle3.shards import digest_of
-from eagle3.target.hub import download_from_hub, hub_commit
-from eagle3.target.properties import aux_layer_ids
-from eagle3.target.weights import LENGTH_DEPENDENT_ROPE
+from eagle3.files import digest_of
+from eagle3.targets.hub import download_from_hub, hub_commit
+from eagle3.targets.properties import aux_layer_ids
+from eagle3.targets.weights import LENGTH_DEPENDENT_ROPE
+from eagle3.uris import hiding_secrets, shown
 
 logger = logging.getLogger(__name__)
 FILES = ("config.json", "model.safetensors")
-IGNORED_TENSORS = ("embed_tokens.weight", "t2d", "d2t")  # the embedding is the target's; the maps have checks of their own
+IGNORED_TENSORS = (
+    "embed_tokens.weight",
+    "t2d",
+    "d2t",
+)  # the embedding is the target's; the maps have checks of their own
 
 
 @hiding_secrets()
@@ -124,7 +128,9 @@ def check_settings(config: dict[str, Any], target: dict[str, Any], layer_ids: li
 
 def _raise_on(faults: Iterable[str]) -> None:
     if found := "; ".join(faults):
-        raise ValueError(f"the draft of train.init_from does not fit: {found}; choose another draft, or none to start afresh")
+        raise ValueError(
+            f"the draft of train.init_from does not fit: {found}; choose another draft, or none to start afresh"
+        )
 
 
 def warn_of_overrides(draft_dir: str | Path, cfg: TrainConfig) -> None:
@@ -194,7 +200,9 @@ def _export_of(summary_path: Path) -> str:
     try:
         export_dir = str(json.loads(summary_path.read_text())["export_dir"])
     except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{summary_path} names no export ({e!r}); finish that run, or give its draft's directory") from e
+        raise ValueError(
+            f"{summary_path} names no export ({e!r}); finish that run, or give its draft's directory"
+        ) from e
     if not Path(export_dir).is_dir():
         raise ValueError(f"the draft that {summary_path} names is gone: {export_dir}; run that recipe again")
     return export_dir

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
-from eagle3.batch import PackedBatch
+from eagle3.draft.batch import PackedBatch
 
 # Logits that exist at once in each of the four buffers of a chunk: 16 MiB in float32 on a CPU, where larger ones gain nothing;
 # 256 MiB on a GPU, to keep it busy.
@@ -58,7 +58,12 @@ def chunk_slots(vocab_size: int, device: torch.device) -> int:
 
 
 def unroll_loss(
-    states: Tensor, head: Tensor, batch: PackedBatch, target: TargetHead, weights: Tensor, lk_eta: float | None = None
+    states: Tensor,
+    head: Tensor,
+    batch: PackedBatch,
+    target: TargetHead,
+    weights: Tensor,
+    lk_eta: float | None = None,
 ) -> UnrollLoss:
     """Weighted sum of the loss over all valid (slot, step) pairs.
 
@@ -72,7 +77,9 @@ def unroll_loss(
     """
     last = target.normed(batch.last)
     covered = coverage(last, target) if lk_eta is not None else None
-    loss, per_step, choice = HeadLoss.apply(states, head, last, target.rows, covered, batch.valid, weights, lk_eta or 0.0)
+    loss, per_step, choice = HeadLoss.apply(
+        states, head, last, target.rows, covered, batch.valid, weights, lk_eta or 0.0
+    )
     return UnrollLoss(loss, per_step, target.target_ids[choice])
 
 
@@ -90,9 +97,13 @@ def coverage(last: Tensor, target: TargetHead) -> Tensor:
     covered = torch.ones(len(last), device=last.device, dtype=wide)
     if len(target.rows) == len(target.head):
         return covered
-    for chunk in torch.arange(len(last), device=last.device).split(chunk_slots(len(target.head), last.device)):
+    for chunk in torch.arange(len(last), device=last.device).split(
+        chunk_slots(len(target.head), last.device)
+    ):
         x = last[chunk]
-        inside, everything = (torch.logsumexp((x @ rows.T).to(wide), -1) for rows in (target.rows, target.head))
+        inside, everything = (
+            torch.logsumexp((x @ rows.T).to(wide), -1) for rows in (target.rows, target.head)
+        )
         covered[chunk] = (inside - everything).exp()
     return covered
 
@@ -136,12 +147,21 @@ class HeadLoss(torch.autograd.Function):
                     break
                 chunk, at = slice(a, end), slice(i, i + end - a)
                 x, w = states[i, chunk], weights[i, chunk]
-                pair, choice[i, chunk], grad = _kl_and_gradient(_logits(x, compute_head, logits), p[at], neg_entropy[at], q)
+                pair, choice[i, chunk], grad = _kl_and_gradient(
+                    _logits(x, compute_head, logits), p[at], neg_entropy[at], q
+                )
                 if covered is not None:
                     pair, grad = _lk_hybrid(pair, grad, p[at], covered[a + i : end + i], lk_eta)
                 per_step[i] += (pair * valid[i, chunk]).sum()
                 loss += (pair * w).sum()
-                _add_gradients(grad.to(x.dtype), x, w, compute_head, None if d_states is None else d_states[i, chunk], d_head)
+                _add_gradients(
+                    grad.to(x.dtype),
+                    x,
+                    w,
+                    compute_head,
+                    None if d_states is None else d_states[i, chunk],
+                    d_head,
+                )
         ctx.save_for_backward(d_states, d_head)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(per_step, choice)  # type: ignore[attr-defined]
         return loss, per_step, choice
@@ -179,7 +199,9 @@ def _target_softmax(logits: Tensor, p: Tensor) -> Tensor:
     return neg_entropy
 
 
-def _kl_and_gradient(logits: Tensor, p: Tensor, neg_entropy: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _kl_and_gradient(
+    logits: Tensor, p: Tensor, neg_entropy: Tensor, q: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """KL(p, softmax(logits)) [C], the argmax [C], and q - p [C, K] in the memory of q."""
     q = q[: len(logits)]
     top, choice = logits.max(-1)

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eagle3.config import TrainConfig
+from eagle3.config.training import TrainConfig
 from eagle3.draft.speculators import LAYER_TYPES, plain_name, read_config, read_target_ids
-from eagle3.target.weights import TargetTensors
+from eagle3.targets.weights import TargetTensors
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,9 @@ class DraftConfig:
         return asdict(self)
 
     @classmethod
-    def from_target(cls, target: dict[str, Any], layer_ids: list[int], draft_vocab_size: int, cfg: TrainConfig) -> "DraftConfig":
+    def from_target(
+        cls, target: dict[str, Any], layer_ids: list[int], draft_vocab_size: int, cfg: TrainConfig
+    ) -> "DraftConfig":
         """Derive the draft from the target's config.json: same width, heads and RoPE, one layer, no biases, untied head."""
         return cls(
             transformer_layer_config=layer_config(target),
@@ -69,7 +71,16 @@ def layer_config(target: dict[str, Any]) -> dict[str, Any]:
     if target["model_type"] not in LAYER_TYPES:
         return _llama_layer_config(target)
     per_layer = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
-    drop = (*per_layer, "model_type", "architectures", "_name_or_path", "auto_map", "quantization_config", "torch_dtype", "dtype")
+    drop = (
+        *per_layer,
+        "model_type",
+        "architectures",
+        "_name_or_path",
+        "auto_map",
+        "quantization_config",
+        "torch_dtype",
+        "dtype",
+    )
     kept = {k: v for k, v in target.items() if k not in drop}
     kept |= {"num_hidden_layers": 1, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
     config: dict[str, Any] = AutoConfig.for_model(target["model_type"], **kept).to_dict()
@@ -83,8 +94,22 @@ def _llama_layer_config(target: dict[str, Any]) -> dict[str, Any]:
     # The target's own class fills in what its config.json leaves to defaults, such as gpt-oss's RoPE.
     own = ("architectures", "_name_or_path", "auto_map", "quantization_config", "torch_dtype", "dtype")
     whole = AutoConfig.for_model(**{k: v for k, v in target.items() if k not in own}).to_dict()
-    sizes = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
-    others = ("rope_parameters", "rms_norm_eps", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+    )
+    others = (
+        "rope_parameters",
+        "rms_norm_eps",
+        "initializer_range",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    )
     config: dict[str, Any] = AutoConfig.for_model(
         "llama",
         num_hidden_layers=1,
@@ -180,7 +205,9 @@ class DraftLayer(nn.Module):
     def attention_input(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """embedding [L, H], hidden [L, H] -> ([e; n] [L, 2H], residual [L, H])."""
         normed = self.hidden_norm(hidden)
-        return torch.cat([self.input_layernorm(embedding), normed], -1), normed if self.norm_before_residual else hidden
+        return torch.cat(
+            [self.input_layernorm(embedding), normed], -1
+        ), normed if self.norm_before_residual else hidden
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """residual [L, H], attended [L, N, D] -> state before the final norm [L, H]."""
@@ -200,9 +227,13 @@ class Eagle3Draft(nn.Module):
         self.config = config
         self.register_buffer("embedding", embedding, persistent=False)
         self.input_norm: nn.Module = (
-            nn.RMSNorm(num_aux * config.target_hidden_size, eps=eps) if config.norm_before_fc else nn.Identity()
+            nn.RMSNorm(num_aux * config.target_hidden_size, eps=eps)
+            if config.norm_before_fc
+            else nn.Identity()
         )
-        self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(num_aux * config.fc_norm))
+        self.fc_norm = nn.ModuleList(
+            nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(num_aux * config.fc_norm)
+        )
         self.fc = nn.Linear(num_aux * config.target_hidden_size, hidden, bias=False)
         self.layers = nn.ModuleList([DraftLayer(layer, config.norm_before_residual)])
         self.norm = nn.RMSNorm(hidden, eps=eps)
@@ -228,7 +259,9 @@ class Eagle3Draft(nn.Module):
         return out
 
 
-def init_draft(config: DraftConfig, target: TargetTensors, target_ids: Tensor, cfg: TrainConfig) -> Eagle3Draft:
+def init_draft(
+    config: DraftConfig, target: TargetTensors, target_ids: Tensor, cfg: TrainConfig
+) -> Eagle3Draft:
     """Build a draft ready to train.
 
     Matrices are normal with the target's initializer_range, norms are ones, the head starts from the target's rows of the draft
@@ -268,7 +301,9 @@ def load_exported(export_dir: str | Path, embedding: Tensor) -> tuple[Eagle3Draf
     tensors = {plain_name(name): t for name, t in load_file(Path(export_dir) / "model.safetensors").items()}
     own = tensors.pop("embed_tokens.weight", None)
     if own is not None and not torch.equal(own.float(), embedding.cpu().to(own.dtype).float()):
-        logger.warning("%s has an embedding of its own that differs from the target's; the target's is used", export_dir)
+        logger.warning(
+            "%s has an embedding of its own that differs from the target's; the target's is used", export_dir
+        )
     draft = Eagle3Draft(config, embedding)
     draft.load_state_dict({name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}, strict=True)
     return draft, read_target_ids(export_dir, config.draft_vocab_size)

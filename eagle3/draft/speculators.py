@@ -10,7 +10,12 @@ from torch import Tensor
 
 # What vLLM takes where a file is silent (transformers_utils/configs/speculators/algos.py). Speculators' own default of
 # norm_before_residual is False, but it always writes the flag; a file without it was made by hand, for vLLM.
-FLAG_DEFAULTS = {"norm_before_residual": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
+FLAG_DEFAULTS = {
+    "norm_before_residual": True,
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+}
 FLAGS = tuple(FLAG_DEFAULTS)
 
 # What vLLM builds the layer of an EAGLE-3 draft from (its eagle3_arch_map, same file).
@@ -20,7 +25,9 @@ LAYER_TYPES = ("llama", "qwen3")
 UNBOUNDED_ROPE = ("default", "linear", "llama3")
 
 
-def complete_config(content: dict[str, Any], target: dict[str, Any], default_layer_ids: list[int]) -> dict[str, Any]:
+def complete_config(
+    content: dict[str, Any], target: dict[str, Any], default_layer_ids: list[int]
+) -> dict[str, Any]:
     """Fill in what a config.json leaves to defaults, so that nothing is left to the reader.
 
     Args:
@@ -51,7 +58,9 @@ def complete_config(content: dict[str, Any], target: dict[str, Any], default_lay
         "transformer_layer_config": layer,
         "draft_vocab_size": content.get("draft_vocab_size") or layer["vocab_size"],
         "target_hidden_size": content.get("target_hidden_size") or layer["hidden_size"],
-        "eagle_aux_hidden_state_layer_ids": sorted(content.get("eagle_aux_hidden_state_layer_ids") or default_layer_ids),
+        "eagle_aux_hidden_state_layer_ids": sorted(
+            content.get("eagle_aux_hidden_state_layer_ids") or default_layer_ids
+        ),
         "speculators_config": serving | {"verifier": verifier},
         **{flag: content.get(flag, default) for flag, default in FLAG_DEFAULTS.items()},
     }
@@ -67,7 +76,9 @@ def _complete_layer(layer: dict[str, Any], target: dict[str, Any]) -> dict[str, 
     try:
         config: dict[str, Any] = AutoConfig.for_model(**kept).to_dict()
     except (ValueError, TypeError, KeyError) as e:
-        raise ValueError(f"transformer_layer_config cannot be read: {e}; give a draft of one llama or qwen3 layer") from e
+        raise ValueError(
+            f"transformer_layer_config cannot be read: {e}; give a draft of one llama or qwen3 layer"
+        ) from e
     if (config.get("rope_parameters") or {}).get("rope_type") in UNBOUNDED_ROPE:
         longest = max(config["max_position_embeddings"], target.get("max_position_embeddings", 0))
         config["max_position_embeddings"] = longest

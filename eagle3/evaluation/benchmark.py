@@ -16,20 +16,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from eagle3.batch import pack_rows
-from eagle3.config import EngineConfig, EvaluateConfig, ExtractConfig
+from eagle3.config.engine import EngineConfig, EvaluateConfig, ExtractConfig
 from eagle3.draft.acceptance import AcceptanceCounts, walk
+from eagle3.draft.batch import pack_rows
 from eagle3.draft.model import Eagle3Draft, load_exported
-from eagle3.draft.ttt import find_hits, guess, unroll
-from eagle3.hidden_states import HiddenStateRow, read_hidden_states
-from eagle3.shards import TokenRow, read_token_shard, write_token_shard
-from eagle3.target import engine as target_engine
-from eagle3.target.engine import Generation
-from eagle3.target.progress import Report, Watch
-from eagle3.target.properties import end_of_turn_ids
-from eagle3.target.weights import load_target_tensors
+from eagle3.draft.unroll import find_hits, guess, unroll
+from eagle3.engine import engine as target_engine
+from eagle3.engine.engine import Generation
+from eagle3.engine.progress import Report, Watch
+from eagle3.shards.hidden_states import HiddenStateRow, read_hidden_states
+from eagle3.shards.tokens import TokenRow, read_token_shard, write_token_shard
+from eagle3.targets.properties import end_of_turn_ids
+from eagle3.targets.weights import load_target_tensors
 
-EXACT_ENCODING: dict[str, Literal["fp32", "bf16", "fp16"]] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+EXACT_ENCODING: dict[str, Literal["fp32", "bf16", "fp16"]] = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+}
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,12 @@ def _answer_twice(job: Job, rows: list[TokenRow]) -> tuple[Generation, Generatio
     """The target's greedy text without the draft, k tokens past the longest answer, and its answers with the draft."""
     settings = job.engine.model_copy(update={"dtype": job.cfg.dtype, "max_num_seqs": job.cfg.concurrency})
     prompts, length, k = [r.token_ids for r in rows], job.cfg.max_new_tokens, job.cfg.num_speculative_tokens
-    how: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "seed": 0, "tensor_parallel_size": job.tensor_parallel_size}
+    how: dict[str, Any] = {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "seed": 0,
+        "tensor_parallel_size": job.tensor_parallel_size,
+    }
     ask = partial(target_engine.generate, job.target_dir, prompts, settings, **how)
     plain = ask(max_new_tokens=length + k, ignore_eos=True, watch=job.watch("evaluate without draft"))
     with_draft: dict[str, Any] = {"draft_dir": job.export_dir, "num_speculative_tokens": k}
@@ -107,7 +116,11 @@ def _answer_twice(job: Job, rows: list[TokenRow]) -> tuple[Generation, Generatio
 
 
 def _content(
-    rows: list[TokenRow], lengths: list[int], plain: Generation, drafted: Generation, predicted: AcceptanceCounts
+    rows: list[TokenRow],
+    lengths: list[int],
+    plain: Generation,
+    drafted: Generation,
+    predicted: AcceptanceCounts,
 ) -> dict[str, Any]:
     """The measured part of evaluation.json; lengths: of the answers within the text without the draft."""
     differing = [
@@ -144,7 +157,9 @@ def answer_length(token_ids: list[int], end_ids: list[int], max_new_tokens: int)
     return next(ends, max_new_tokens)
 
 
-def _predict_acceptance(job: Job, rows: list[TokenRow], written: list[list[int]], lengths: list[int]) -> AcceptanceCounts:
+def _predict_acceptance(
+    job: Job, rows: list[TokenRow], written: list[list[int]], lengths: list[int]
+) -> AcceptanceCounts:
     """The trainer's own figure: capture the target's greedy answers, unroll the draft over them, walk.
 
     Args:
@@ -190,7 +205,9 @@ def _capture_answers(job: Job, rows: list[TokenRow], written: list[list[int]], s
     return f"{scratch}/states"
 
 
-def _hits_by_position(draft: Eagle3Draft, target_ids: Tensor, captured: HiddenStateRow, ttt_steps: int) -> Tensor:
+def _hits_by_position(
+    draft: Eagle3Draft, target_ids: Tensor, captured: HiddenStateRow, ttt_steps: int
+) -> Tensor:
     """[k, T] bool: whether the guess of TTT step i at a position is the target's own token."""
     batch = pack_rows([captured], ttt_steps)
     with torch.no_grad():

@@ -36,7 +36,11 @@ def trained_tensors(draft: nn.Module) -> dict[str, Tensor]:
 
 
 def save_checkpoint(
-    path: Path, draft: nn.Module, optimizers: dict[str, torch.optim.Optimizer], progress: Progress, plan_digest: str
+    path: Path,
+    draft: nn.Module,
+    optimizers: dict[str, torch.optim.Optimizer],
+    progress: Progress,
+    plan_digest: str,
 ) -> None:
     """Write everything, whole or not at all.
 
@@ -47,13 +51,19 @@ def save_checkpoint(
         OSError: if there is no room for it.
     """
     names = {id(p): name for name, p in draft.named_parameters()}
-    tensors: dict[str, Tensor] = {f"draft/{n}": p.detach() for n, p in draft.named_parameters() if p.requires_grad}
+    tensors: dict[str, Tensor] = {
+        f"draft/{n}": p.detach() for n, p in draft.named_parameters() if p.requires_grad
+    }
     for kind, optimizer in optimizers.items():
         for parameter, state in optimizer.state.items():
             tensors |= {f"{kind}/{names[id(parameter)]}/{key}": value for key, value in state.items()}
     tensors |= {f"best/{name}": tensor for name, tensor in progress.best.items()}
     tensors["metrics"] = torch.frombuffer(bytearray(progress.metrics or b"\n"), dtype=torch.uint8)
-    metadata = {"step": json.dumps(progress.step), "best_length": json.dumps(progress.best_length), "plan_digest": plan_digest}
+    metadata = {
+        "step": json.dumps(progress.step),
+        "best_length": json.dumps(progress.best_length),
+        "plan_digest": plan_digest,
+    }
     part = path.with_name(path.name + ".part")
     try:
         save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, part, metadata=metadata)
@@ -67,7 +77,9 @@ def save_checkpoint(
         ) from e
 
 
-def load_checkpoint(path: Path, draft: nn.Module, optimizers: dict[str, torch.optim.Optimizer], plan_digest: str) -> Progress:
+def load_checkpoint(
+    path: Path, draft: nn.Module, optimizers: dict[str, torch.optim.Optimizer], plan_digest: str
+) -> Progress:
     """Restore weights and optimizer state in place.
 
     Raises:
@@ -90,7 +102,9 @@ def load_checkpoint(path: Path, draft: nn.Module, optimizers: dict[str, torch.op
                         parameters[name].copy_(f.get_tensor(key))
                 elif kind in optimizers:
                     name, slot = name.rsplit("/", 1)
-                    optimizers[kind].state[parameters[name]][slot] = f.get_tensor(key).to(parameters[name].device)
+                    optimizers[kind].state[parameters[name]][slot] = f.get_tensor(key).to(
+                        parameters[name].device
+                    )
     except (SafetensorError, OSError) as e:
         raise ValueError(f"{path} is not a whole checkpoint ({e}); remove it to start afresh") from e
     return Progress(json.loads(metadata["step"]), best, json.loads(metadata["best_length"]), metrics)

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from eagle3.hidden_states import ChunkReader
-from eagle3.remote import Stopped
-from eagle3.training.remote import Chunk, fetch
+from eagle3.files import Stopped
+from eagle3.shards.hidden_states import ChunkReader
+from eagle3.training.chunk_files import Chunk, fetch
 
 logger = logging.getLogger(__name__)
 # A core hashes about 1 GB/s; a large GPU trains through 3 to 4 GB/s.
@@ -106,7 +106,9 @@ class ChunkCache:
         self.changed = threading.Condition()
         if any(chunk.is_remote for chunk in chunks):
             if cache_dir is None:
-                raise ValueError("remote shards need a directory for the chunks in use, got none; pass cache_dir and cache_bytes")
+                raise ValueError(
+                    "remote shards need a directory for the chunks in use, got none; pass cache_dir and cache_bytes"
+                )
             cache_dir.mkdir(parents=True, exist_ok=True)
             self._take_over(cache_dir)
 
@@ -147,7 +149,8 @@ class ChunkCache:
             self.courses.append(course)
         # Daemons: an exception that leaves the reader unfinished must not keep the process alive.
         threads = [
-            threading.Thread(target=self._work, args=(course,), name="fetch-chunks", daemon=True) for _ in range(FETCH_THREADS)
+            threading.Thread(target=self._work, args=(course,), name="fetch-chunks", daemon=True)
+            for _ in range(FETCH_THREADS)
         ]
         try:
             for thread in threads:
@@ -182,7 +185,11 @@ class ChunkCache:
         needs = course.needs[pack]
         with self.changed:
             self.changed.wait_for(
-                lambda: course.stopped.is_set() or all(c in self.ready for c in needs) or any(c in course.failed for c in needs)
+                lambda: (
+                    course.stopped.is_set()
+                    or all(c in self.ready for c in needs)
+                    or any(c in course.failed for c in needs)
+                )
             )
             if course.stopped.is_set():
                 raise Stopped
@@ -243,7 +250,9 @@ class ChunkCache:
         chunk = self.chunks[number]
         if not chunk.is_remote:
             return distance <= NEAR_PACKS
-        missing = 0 if number in self.stored else chunk.disk_bytes + self.disk_bytes(self.stored) - self.cache_bytes
+        missing = (
+            0 if number in self.stored else chunk.disk_bytes + self.disk_bytes(self.stored) - self.cache_bytes
+        )
         victims = []
         later = ((self._distance(c), c) for c in self.stored - self.coming if not self.pins[c])
         for until_use, victim in sorted(later, reverse=True):

@@ -44,7 +44,9 @@ def join_ranks(device: str) -> Ranks:
     Raises:
         ValueError: if a GPU is asked for where none is.
     """
-    rank, size, local = (int(os.environ.get(k, d)) for k, d in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
+    rank, size, local = (
+        int(os.environ.get(k, d)) for k, d in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+    )
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise ValueError("train.device is cuda, but torch sees no GPU here; set it to auto or cpu")

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from eagle3.config import TrainConfig
+from eagle3.config.training import TrainConfig
 
 logger = logging.getLogger(__name__)
 PREEMPTED_CODE, REFUSED_CODE = 75, 65  # EX_TEMPFAIL, EX_DATAERR of sysexits.h
@@ -52,7 +52,9 @@ class TrainJob(BaseModel):
     init_dir: str = ""
 
 
-def train_in_processes(job: TrainJob, on_progress: Callable[[], None] | None = None, every_s: float = 15.0) -> None:
+def train_in_processes(
+    job: TrainJob, on_progress: Callable[[], None] | None = None, every_s: float = 15.0
+) -> None:
     """Run a job to its end.
 
     Args:
@@ -116,7 +118,9 @@ def count_processes(cfg: TrainConfig) -> int:
     gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
     if not cfg.processes and gpus > cfg.packs_per_step:
         idle = gpus - cfg.packs_per_step
-        logger.warning("%d of %d GPUs stay idle; raise train.packs_per_step to a multiple of %d", idle, gpus, gpus)
+        logger.warning(
+            "%d of %d GPUs stay idle; raise train.packs_per_step to a multiple of %d", idle, gpus, gpus
+        )
     return cfg.processes or min(gpus, cfg.packs_per_step) or 1
 
 
@@ -124,7 +128,15 @@ def _command(job_path: Path, num_processes: int) -> list[str]:
     run = ["-m", "eagle3.training.run", str(job_path)]
     if num_processes == 1:
         return [sys.executable, *run]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes), *run]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_processes),
+        *run,
+    ]
 
 
 def _environment(num_processes: int) -> dict[str, str]:
@@ -132,7 +144,9 @@ def _environment(num_processes: int) -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {LAUNCHER_PID: str(os.getpid()), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S)}
-    threads = {} if num_processes == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes))}
+    threads = (
+        {} if num_processes == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes))}
+    )
     return os.environ | threads | settings | {"PYTHONPATH": os.pathsep.join(paths)}
 
 

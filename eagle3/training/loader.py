@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from eagle3.batch import PackedBatch, pack_rows
-from eagle3.hidden_states import MANIFEST_NAME, HiddenStateRow, parse_manifest, read_manifest
-from eagle3.remote import is_remote, read_bytes
+from eagle3.draft.batch import PackedBatch, pack_rows
+from eagle3.files import is_remote, read_bytes
+from eagle3.shards.hidden_states import MANIFEST_NAME, HiddenStateRow, parse_manifest, read_manifest
 from eagle3.training.chunk_cache import ChunkCache, Course
-from eagle3.training.remote import Chunk
+from eagle3.training.chunk_files import Chunk
 
 WINDOW_ROWS = 256
 PACKS_AHEAD = 2
@@ -30,7 +30,13 @@ MANIFEST_THREADS = 16
 
 
 def plan_packs(
-    lengths: list[int], chunk_of: list[int], rows: list[int], pack_tokens: int, seed: int, epoch: int, shuffle_chunks: int
+    lengths: list[int],
+    chunk_of: list[int],
+    rows: list[int],
+    pack_tokens: int,
+    seed: int,
+    epoch: int,
+    shuffle_chunks: int,
 ) -> list[list[int]]:
     """Group rows into packs of at most `pack_tokens` tokens (longer rows count as cut to that).
 
@@ -178,7 +184,11 @@ class ShardRows:
         with ThreadPoolExecutor(MANIFEST_THREADS) as pool:
             manifests = list(pool.map(_read_any_manifest, shard_dirs))
         shards = zip(shard_dirs, manifests, strict=True)
-        chunks = [Chunk(f"{d.rstrip('/')}/{entry['file']}", entry) for d, manifest in shards for entry in manifest["chunks"]]
+        chunks = [
+            Chunk(f"{d.rstrip('/')}/{entry['file']}", entry)
+            for d, manifest in shards
+            for entry in manifest["chunks"]
+        ]
         self.cache = ChunkCache(chunks, cache_dir, cache_bytes)
         self.digests: list[str] = [manifest["digest"] for manifest in manifests]
         self.supervised_tokens = sum(manifest["supervised_tokens"] for manifest in manifests)
@@ -256,7 +266,11 @@ def read_packs(
     def read(course: Course, place: int) -> PackedBatch:
         with rows.cache.hold(course, place) as chunks:
             batch = pack_rows(
-                [cut_row(chunks[rows.chunk_of[r]].row(rows.row_in_chunk[r]), pack_tokens) for r in packs[place]], num_steps
+                [
+                    cut_row(chunks[rows.chunk_of[r]].row(rows.row_in_chunk[r]), pack_tokens)
+                    for r in packs[place]
+                ],
+                num_steps,
             )
         return batch.pin_memory() if pin else batch
 

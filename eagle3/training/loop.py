@@ -19,20 +19,26 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from eagle3.batch import PackedBatch
-from eagle3.config import TrainConfig
+from eagle3.config.training import TrainConfig
 from eagle3.draft.acceptance import AcceptanceCounts, walk_batch
+from eagle3.draft.batch import PackedBatch
 from eagle3.draft.loss import TargetHead
 from eagle3.draft.model import DraftConfig, Eagle3Draft, init_draft, load_exported
-from eagle3.shards import digest_of
-from eagle3.target.weights import TargetTensors, load_target_tensors
-from eagle3.training.checkpoint import CHECKPOINT_NAME, Progress, load_checkpoint, save_checkpoint, trained_tensors
+from eagle3.files import digest_of
+from eagle3.targets.weights import TargetTensors, load_target_tensors
+from eagle3.training.checkpoint import (
+    CHECKPOINT_NAME,
+    Progress,
+    load_checkpoint,
+    save_checkpoint,
+    trained_tensors,
+)
 from eagle3.training.distributed import Ranks
 from eagle3.training.launch import Preempted, TrainJob
 from eagle3.training.loader import ShardRows, read_packs, split_pack
 from eagle3.training.metrics import MetricLog
 from eagle3.training.optimizer import learning_rate_factor, make_optimizers, set_learning_rate
-from eagle3.training.plan import Plan, make_plan
+from eagle3.training.schedule import Plan, make_plan
 from eagle3.training.step import PART_TOKENS, Objective, Trainer, judge, train_step
 from eagle3.vocab import load_vocab
 
@@ -41,7 +47,9 @@ DRAFT_WEIGHTS, DRAFT_CONFIG, METRICS = "draft.safetensors", "draft.json", "metri
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-def train(job: TrainJob, ranks: Ranks = ALONE, should_stop: Callable[[int], bool] = lambda step: False) -> None:
+def train(
+    job: TrainJob, ranks: Ranks = ALONE, should_stop: Callable[[int], bool] = lambda step: False
+) -> None:
     """Train a draft and write draft.safetensors, draft.json and metrics.jsonl into job.out_dir.
 
     Args:
@@ -55,12 +63,16 @@ def train(job: TrainJob, ranks: Ranks = ALONE, should_stop: Callable[[int], bool
         FloatingPointError: on a non-finite loss or gradient, before it reaches a checkpoint; names the conversations of the pack.
     """
     out = Path(job.out_dir)
-    cache_dir = out / f"chunks-{ranks.rank}"  # stays when killed: the next attempt takes over what was fetched
+    cache_dir = (
+        out / f"chunks-{ranks.rank}"
+    )  # stays when killed: the next attempt takes over what was fetched
     cache_dir.mkdir(parents=True, exist_ok=True)
     rows = ShardRows(job.shard_dirs, cache_dir, job.cfg.disk_budget_bytes // ranks.size)
     for found in rows.layer_ids:
         if found != job.layer_ids:
-            raise ValueError(f"the shards hold aux layers {found}, the job says {job.layer_ids}; extract those or train on these")
+            raise ValueError(
+                f"the shards hold aux layers {found}, the job says {job.layer_ids}; extract those or train on these"
+            )
     trainer, identity = make_trainer(job, ranks)
     run(trainer, make_plan(rows, job.cfg, identity), rows, out, should_stop, judge_first=bool(job.init_dir))
     shutil.rmtree(cache_dir)
@@ -73,7 +85,11 @@ def make_trainer(job: TrainJob, ranks: Ranks) -> tuple[Trainer, str]:
         The trainer, and the identity of everything but data and settings that decides the result.
     """
     cfg = job.cfg
-    dtype = torch.bfloat16 if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and ranks.device.type == "cuda") else torch.float32
+    dtype = (
+        torch.bfloat16
+        if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and ranks.device.type == "cuda")
+        else torch.float32
+    )
     vocab = load_vocab(job.vocab_path)
     target = load_target_tensors(job.target_dir, dtype)
     if len(vocab.t2d) != len(target.head):
@@ -83,7 +99,9 @@ def make_trainer(job: TrainJob, ranks: Ranks) -> tuple[Trainer, str]:
     draft = make_draft(job, target, vocab.target_ids).to(ranks.device)
     lk_eta = cfg.lk_eta if cfg.loss == "lk_hybrid" else None
     objective = Objective(draft, target_head(target, vocab.target_ids, ranks.device), dtype, lk_eta)
-    initial = digest_of(*(p.detach().cpu().numpy().tobytes() for p in draft.parameters())) if job.init_dir else ""
+    initial = (
+        digest_of(*(p.detach().cpu().numpy().tobytes() for p in draft.parameters())) if job.init_dir else ""
+    )
     identity = digest_of(str(draft.config.to_dict()), vocab.digest, initial)
     return Trainer.of(objective, make_optimizers(draft, cfg), ranks, cfg), identity
 
@@ -99,7 +117,9 @@ def make_draft(job: TrainJob, target: TargetTensors, target_ids: Tensor) -> Eagl
         return init_draft(config, target, target_ids, job.cfg)
     draft, ids = load_exported(job.init_dir, target.embedding)
     if not torch.equal(ids, target_ids):
-        raise ValueError(f"{job.init_dir} drafts other tokens than {job.vocab_path}; a draft goes on with its own vocabulary")
+        raise ValueError(
+            f"{job.init_dir} drafts other tokens than {job.vocab_path}; a draft goes on with its own vocabulary"
+        )
     draft.config = replace(draft.config, target_architectures=target.config.get("architectures") or [])
     draft.lm_head.weight.requires_grad_(job.cfg.head != "target_frozen")
     return draft
@@ -108,10 +128,19 @@ def make_draft(job: TrainJob, target: TargetTensors, target_ids: Tensor) -> Eagl
 def target_head(target: TargetTensors, target_ids: Tensor, device: torch.device) -> TargetHead:
     """The target's side of the loss, on a device."""
     head = target.head.to(device)
-    return TargetHead(target.norm_weight.to(device), target.norm_eps, head[target_ids], target_ids.to(device), head)
+    return TargetHead(
+        target.norm_weight.to(device), target.norm_eps, head[target_ids], target_ids.to(device), head
+    )
 
 
-def run(trainer: Trainer, plan: Plan, rows: ShardRows, out: Path, should_stop: Callable[[int], bool], judge_first: bool) -> None:
+def run(
+    trainer: Trainer,
+    plan: Plan,
+    rows: ShardRows,
+    out: Path,
+    should_stop: Callable[[int], bool],
+    judge_first: bool,
+) -> None:
     """Take the steps that are left, then write the draft.
 
     Args:
@@ -120,12 +149,26 @@ def run(trainer: Trainer, plan: Plan, rows: ShardRows, out: Path, should_stop: C
     ranks, cfg, total = trainer.ranks, trainer.cfg, len(plan.steps)
     state = TrainingRun(trainer, plan, out)
     done = state.progress.step
-    logger.info("%d of %d steps done, %d rows, %d processes, %s", done, total, len(rows.lengths), ranks.size, ranks.device)
-    held_out = list(read_packs(rows, plan.validation[ranks.rank :: ranks.size], cfg.pack_tokens, cfg.ttt_steps))
+    logger.info(
+        "%d of %d steps done, %d rows, %d processes, %s",
+        done,
+        total,
+        len(rows.lengths),
+        ranks.size,
+        ranks.device,
+    )
+    held_out = list(
+        read_packs(rows, plan.validation[ranks.rank :: ranks.size], cfg.pack_tokens, cfg.ttt_steps)
+    )
     if plan.validation and not ranks.any(any(len(batch.slots) for batch in held_out)):
-        logger.warning("the %d held-out packs have no supervised slot: no weights are better than others", len(plan.validation))
+        logger.warning(
+            "the %d held-out packs have no supervised slot: no weights are better than others",
+            len(plan.validation),
+        )
     with (
-        tqdm(total=total, initial=done, desc="train_draft", unit="step", mininterval=2, disable=ranks.rank > 0) as bar,
+        tqdm(
+            total=total, initial=done, desc="train_draft", unit="step", mininterval=2, disable=ranks.rank > 0
+        ) as bar,
         closing(step_batches(rows, plan, done, ranks, cfg)) as packs_of_steps,
     ):
         state.log.on_flush = partial(_show, bar)
@@ -135,7 +178,9 @@ def run(trainer: Trainer, plan: Plan, rows: ShardRows, out: Path, should_stop: C
         for step in range(done, total):
             if ranks.any(should_stop(step)):
                 state.save()
-                ranks.any(False)  # nobody leaves before the file is whole: torchrun ends the others soon after the first
+                ranks.any(
+                    False
+                )  # nobody leaves before the file is whole: torchrun ends the others soon after the first
                 raise Preempted(f"stopped after {step} of {total} steps; run again to go on")
             state.take_step(*next(packs_of_steps), held_out)
     if done < total and not state.log.num_supervised:
@@ -148,7 +193,9 @@ def run(trainer: Trainer, plan: Plan, rows: ShardRows, out: Path, should_stop: C
 
 
 def _show(bar: "tqdm[Any]", line: dict[str, Any]) -> None:
-    bar.set_postfix_str(f"loss {line['loss']:.3f}, {line['supervised_per_s']:.0f} supervised tok/s", refresh=False)
+    bar.set_postfix_str(
+        f"loss {line['loss']:.3f}, {line['supervised_per_s']:.0f} supervised tok/s", refresh=False
+    )
     bar.update(line["step"] - bar.n)
 
 
@@ -175,7 +222,9 @@ class TrainingRun:
         figures = train_step(self.trainer, batches)
         all_hits, done = figures.pop("hits"), step + 1
         self.progress = replace(self.progress, step=done)
-        if self.log.is_due(done) or self.trainer.ranks.device.type == "cpu":  # reading the hits would hold a GPU up
+        if (
+            self.log.is_due(done) or self.trainer.ranks.device.type == "cpu"
+        ):  # reading the hits would hold a GPU up
             walks = [walk_batch(hits, batch) for hits, batch in zip(all_hits, batches, strict=True)]
             figures["acceptance_length"] = sum(walks, AcceptanceCounts.empty(cfg.ttt_steps)).acceptance_length
         if done in self.plan.validate_after:
@@ -223,11 +272,17 @@ def step_batches(
     mine = [plan.packs_of(step, ranks.rank, ranks.size) for step in range(done, len(plan.steps))]
     part_tokens = PART_TOKENS.get(ranks.device.type, cfg.pack_tokens)
     filled = [
-        [part for pack in packs or plan.steps[done + i][:1] for part in split_pack(pack, rows.lengths, part_tokens)]
+        [
+            part
+            for pack in packs or plan.steps[done + i][:1]
+            for part in split_pack(pack, rows.lengths, part_tokens)
+        ]
         for i, packs in enumerate(mine)
     ]
     flat = [part for step in filled for part in step]
-    with closing(read_packs(rows, flat, cfg.pack_tokens, cfg.ttt_steps, pin=ranks.device.type == "cuda")) as packs:
+    with closing(
+        read_packs(rows, flat, cfg.pack_tokens, cfg.ttt_steps, pin=ranks.device.type == "cuda")
+    ) as packs:
         for own, step in zip(mine, filled, strict=True):
             started = time.monotonic()
             batches = [next(packs) for _ in step]

@@ -27,7 +27,11 @@ class MetricLog:
 
     def __init__(self, path: Path | None, total_steps: int, done_steps: int, so_far: bytes = b"") -> None:
         if path is not None:
-            kept = [line for line in so_far.decode().splitlines() if line and json.loads(line)["step"] <= done_steps]
+            kept = [
+                line
+                for line in so_far.decode().splitlines()
+                if line and json.loads(line)["step"] <= done_steps
+            ]
             path.write_text("".join(f"{line}\n" for line in kept))
         self.path, self.total = path, total_steps
         self.on_flush: Callable[[dict[str, Any]], None] = lambda line: None
@@ -62,7 +66,8 @@ class MetricLog:
         if not self.pending:
             return
         lines: list[dict[str, Any]] = [
-            {k: v.tolist() if isinstance(v, Tensor) else v for k, v in figures.items()} for figures in self.pending
+            {k: v.tolist() if isinstance(v, Tensor) else v for k, v in figures.items()}
+            for figures in self.pending
         ]
         rows, self.pending, self.rows = self.rows, [], []
         for line, ids in zip(lines, rows, strict=True):
@@ -94,7 +99,11 @@ class MetricLog:
 def _check_finite(line: dict[str, Any], own_loss: float, rows: list[str]) -> None:
     if math.isfinite(line["loss"]) and math.isfinite(line["gradient_norm"]):
         return
-    whose = f"conversations {rows}" if not math.isfinite(own_loss) or math.isfinite(line["loss"]) else "another process's rows"
+    whose = (
+        f"conversations {rows}"
+        if not math.isfinite(own_loss) or math.isfinite(line["loss"])
+        else "another process's rows"
+    )
     raise FloatingPointError(
         f"step {line['step']}: loss {line['loss']}, gradient norm {line['gradient_norm']} on {whose}; look at their states, "
         "or lower train.learning_rate; the last checkpoint is sound"

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from eagle3.config import TrainConfig
+from eagle3.config.training import TrainConfig
 
 
 def learning_rate_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
@@ -25,7 +25,9 @@ def make_optimizers(draft: nn.Module, cfg: TrainConfig) -> dict[str, torch.optim
     Each parameter group carries its peak rate as `peak_lr`; `set_learning_rate` scales it.
     """
     trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
-    matrices = [p for name, p in trained.items() if cfg.optimizer == "muon" and p.dim() == 2 and "lm_head" not in name]
+    matrices = [
+        p for name, p in trained.items() if cfg.optimizer == "muon" and p.dim() == 2 and "lm_head" not in name
+    ]
     chosen = {id(p) for p in matrices}
     rest = [p for p in trained.values() if id(p) not in chosen]
     fused = next(iter(trained.values())).dtype == torch.float32

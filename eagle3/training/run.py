@@ -12,9 +12,17 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from eagle3.faults import is_out_of_memory, is_passing
+from eagle3.errors import is_out_of_memory, is_passing
 from eagle3.training.distributed import join_ranks, leave_ranks
-from eagle3.training.launch import LAUNCHER_PID, LOCK_NAME, PREEMPTED_CODE, PREEMPTED_NAME, REFUSED_CODE, Preempted, TrainJob
+from eagle3.training.launch import (
+    LAUNCHER_PID,
+    LOCK_NAME,
+    PREEMPTED_CODE,
+    PREEMPTED_NAME,
+    REFUSED_CODE,
+    Preempted,
+    TrainJob,
+)
 from eagle3.training.loop import train
 
 
@@ -96,7 +104,11 @@ def main(job_path: str) -> int:
 
 def _words(error: Exception) -> str:
     """What the caller is told: our own messages as they stand, others with their class, and what helps where memory is short."""
-    text = str(error) if isinstance(error, ValueError | FloatingPointError | OSError) else f"{type(error).__name__}: {error}"
+    text = (
+        str(error)
+        if isinstance(error, ValueError | FloatingPointError | OSError)
+        else f"{type(error).__name__}: {error}"
+    )
     if is_out_of_memory(error):
         text += "; lower train.pack_tokens, or ask for more memory under resources.trainer (accelerator, mem)"
     return text

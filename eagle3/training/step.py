@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-from eagle3.batch import PackedBatch
-from eagle3.config import TrainConfig
+from eagle3.config.training import TrainConfig
 from eagle3.draft.acceptance import AcceptanceCounts, walk_batch
 from eagle3.draft.attention import StepZeroKeys
+from eagle3.draft.batch import PackedBatch
 from eagle3.draft.loss import TargetHead, coverage, unroll_loss
 from eagle3.draft.model import Eagle3Draft
-from eagle3.draft.ttt import Unroll, find_hits, guess
+from eagle3.draft.unroll import Unroll, find_hits, guess
 from eagle3.training.distributed import Ranks
 
 # A pack is worked on in parts of whole rows, whose gradients add up. On a CPU larger parts cost more: 490 tokens per CPU-second
@@ -32,7 +32,9 @@ PART_TOKENS = {"cpu": 4096}
 class Objective(nn.Module):
     """The unroll and its loss as a module, computed in `dtype` from float32 master weights."""
 
-    def __init__(self, draft: Eagle3Draft, target: TargetHead, dtype: torch.dtype, lk_eta: float | None) -> None:
+    def __init__(
+        self, draft: Eagle3Draft, target: TargetHead, dtype: torch.dtype, lk_eta: float | None
+    ) -> None:
         super().__init__()
         self.unrolled = Unroll(draft)
         self.target, self.dtype, self.lk_eta = target, dtype, lk_eta
@@ -41,10 +43,14 @@ class Objective(nn.Module):
         """[I, S, H] normed draft states in `dtype`."""
         if self.dtype == self.unrolled.draft.fc.weight.dtype:
             return self.unrolled(batch, keys)  # type: ignore[no-any-return]
-        cast = {name: p.to(self.dtype) for name, p in self.unrolled.named_parameters() if "lm_head" not in name}
+        cast = {
+            name: p.to(self.dtype) for name, p in self.unrolled.named_parameters() if "lm_head" not in name
+        }
         return functional_call(self.unrolled, cast, (batch, keys))  # type: ignore[no-any-return]
 
-    def forward(self, batch: PackedBatch, keys: StepZeroKeys, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, batch: PackedBatch, keys: StepZeroKeys, weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See loss.unroll_loss: loss [], per_step [I], argmax [I, S]."""
         head = self.unrolled.draft.lm_head.weight
         result = unroll_loss(self.states(batch, keys), head, batch, self.target, weights, self.lk_eta)
@@ -65,13 +71,29 @@ class Trainer:
     cfg: TrainConfig
 
     @classmethod
-    def of(cls, objective: Objective, optimizers: dict[str, torch.optim.Optimizer], ranks: Ranks, cfg: TrainConfig) -> "Trainer":
+    def of(
+        cls,
+        objective: Objective,
+        optimizers: dict[str, torch.optim.Optimizer],
+        ranks: Ranks,
+        cfg: TrainConfig,
+    ) -> "Trainer":
         """Wrap the objective and work out the constants."""
         device = ranks.device
-        parallel = DistributedDataParallel(objective, forward_sync_buffers=False) if ranks.size > 1 else objective
+        parallel = (
+            DistributedDataParallel(objective, forward_sync_buffers=False) if ranks.size > 1 else objective
+        )
         in_draft = torch.zeros(len(objective.target.head), dtype=torch.bool, device=device)
         in_draft[objective.target.target_ids] = True
-        return cls(objective, parallel, optimizers, in_draft, torch.tensor(cfg.step_weights, device=device), ranks, cfg)
+        return cls(
+            objective,
+            parallel,
+            optimizers,
+            in_draft,
+            torch.tensor(cfg.step_weights, device=device),
+            ranks,
+            cfg,
+        )
 
 
 def train_step(trainer: Trainer, batches: list[PackedBatch]) -> dict[str, Any]:
@@ -96,7 +118,9 @@ def train_step(trainer: Trainer, batches: list[PackedBatch]) -> dict[str, Any]:
     totals = trainer.ranks.add(totals)
     trained = [p for p in trainer.objective.parameters() if p.requires_grad]
     # Data parallelism has averaged over the processes.
-    torch._foreach_mul_([p.grad for p in trained if p.grad is not None], trainer.ranks.size / totals[0].clamp(min=1))
+    torch._foreach_mul_(
+        [p.grad for p in trained if p.grad is not None], trainer.ranks.size / totals[0].clamp(min=1)
+    )
     norm = torch.nn.utils.clip_grad_norm_(trained, trainer.cfg.max_grad_norm)
     for optimizer in trainer.optimizers.values():
         optimizer.step()
@@ -139,9 +163,16 @@ def _accumulate(trainer: Trainer, batch: PackedBatch) -> tuple[Tensor, Tensor, T
     hits = find_hits(argmax, moved)
     inside = (trainer.in_draft[moved.labels()[0]] & moved.valid[0]).sum()
     # Filled on the device: a copy from the host would wait for it.
-    counts = [torch.full((), n, dtype=torch.float64, device=device) for n in (weight_sum, len(batch.token_ids), len(batch.slots))]
+    counts = [
+        torch.full((), n, dtype=torch.float64, device=device)
+        for n in (weight_sum, len(batch.token_ids), len(batch.slots))
+    ]
     first = torch.stack([counts[0], loss.detach().double(), counts[1], counts[2], inside.double()])
-    return torch.cat([first, per_step.double(), hits.sum(1).double(), moved.valid.sum(1).double()]), loss.detach(), hits
+    return (
+        torch.cat([first, per_step.double(), hits.sum(1).double(), moved.valid.sum(1).double()]),
+        loss.detach(),
+        hits,
+    )
 
 
 @torch.no_grad()

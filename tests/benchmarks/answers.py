@@ -15,11 +15,12 @@ from typing import Any
 
 import yaml
 
-from eagle3.config import DataConfig, EngineConfig, RegenerateConfig, SourceConfig, TargetConfig
+from eagle3.config.data import DataConfig, SourceConfig
+from eagle3.config.engine import EngineConfig, RegenerateConfig, TargetConfig
 from eagle3.data.prepare import prepare_shards
-from eagle3.shards import digest_of
-from eagle3.target.engine import close_engines, play
-from eagle3.target.resolve import fetch_target, identify_target
+from eagle3.engine.engine import close_engines, play
+from eagle3.files import digest_of
+from eagle3.targets.resolve import fetch_target, identify_target
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,8 +44,15 @@ def read_arguments(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--recipe", type=Path, default=ROOT / "workflows" / "recipes" / "smoke.yaml")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench")
-    parser.add_argument("--target", type=Path, help="a target directory, instead of the recipe's target converted")
-    parser.add_argument("--shards", type=Path, nargs="+", help="answered token shards, instead of the recipe's prompts answered")
+    parser.add_argument(
+        "--target", type=Path, help="a target directory, instead of the recipe's target converted"
+    )
+    parser.add_argument(
+        "--shards",
+        type=Path,
+        nargs="+",
+        help="answered token shards, instead of the recipe's prompts answered",
+    )
     return parser
 
 
@@ -54,7 +62,9 @@ def make_answers(arguments: argparse.Namespace) -> Answers:
     target = TargetConfig(**recipe["target"])
     if arguments.target is None:
         digest = identify_target(target)[2]
-        target_dir = _made_once(arguments.out / f"target-{digest[:12]}", lambda out: fetch_target(target, out))
+        target_dir = _made_once(
+            arguments.out / f"target-{digest[:12]}", lambda out: fetch_target(target, out)
+        )
     else:
         target_dir, digest = arguments.target, identify_target(TargetConfig(name=str(arguments.target)))[2]
     if arguments.shards:

@@ -1,6 +1,6 @@
 """Speed of capture against the same engine doing plain prefill, and against transformers: tokens per second, alternating.
 
-Every side has a worker process of its own, as eagle3.target starts them; all are alive at once and idle while another works, so
+Every side has a worker process of its own, as eagle3.engine starts them; all are alive at once and idle while another works, so
 that a slow minute of the machine meets all of them. A round is one shard of a recipe's answered prompts on every side, prefix
 caches emptied first: prefill of each row and one generated token. Capture counts from the token shard to the manifest of the
 hidden-state shard. Ends non-zero if a goal is missed.
@@ -16,12 +16,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from eagle3.config import EngineConfig, ExtractConfig
-from eagle3.shards import read_token_shard, write_token_shard
-from eagle3.target.engine import _settings
-from eagle3.target.process import WorkerProcess
-from eagle3.target.properties import aux_layer_ids
-from eagle3.target.weights import check_target_dir
+from eagle3.config.engine import EngineConfig, ExtractConfig
+from eagle3.engine.engine import _settings
+from eagle3.engine.process import WorkerProcess
+from eagle3.shards.tokens import read_token_shard, write_token_shard
+from eagle3.targets.properties import aux_layer_ids
+from eagle3.targets.weights import check_target_dir
 from tests.benchmarks.answers import Answers, make_answers, read_arguments
 from tests.benchmarks.meter import tree_cpu_s
 from tests.benchmarks.results import table, write_json
@@ -45,11 +45,14 @@ def summarise(rounds: dict[str, list[Figures]]) -> dict[str, Any]:
         within a round: neighbours in time meet the same machine. rounds: as given.
     """
     figures = ("tokens_per_s", "tokens_per_cpu_s")
-    sides = {side: {f: statistics.median(r[f] for r in found) for f in figures} for side, found in rounds.items()}
+    sides = {
+        side: {f: statistics.median(r[f] for r in found) for f in figures} for side, found in rounds.items()
+    }
     ratios = {
         capture: {
             other: {
-                f: statistics.median(a[f] / b[f] for a, b in zip(rounds[capture], rounds[other], strict=True)) for f in figures
+                f: statistics.median(a[f] / b[f] for a, b in zip(rounds[capture], rounds[other], strict=True))
+                for f in figures
             }
             for other in GOALS
         }

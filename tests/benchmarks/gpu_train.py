@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3.batch import valid_steps
-from eagle3.config import TrainConfig
+from eagle3.config.training import TrainConfig
 from eagle3.draft.attention import StepZeroKeys, dense_attention, unroll_attention
-from eagle3.hidden_states import last_state_positions
+from eagle3.draft.batch import valid_steps
+from eagle3.shards.hidden_states import last_state_positions
 from tests.benchmarks.meter import StepMeter
 from tests.benchmarks.ours import SETTINGS, run_trainer
 from tests.benchmarks.results import table, write_json
@@ -57,7 +57,9 @@ def row_flops(loss_mask: Tensor, sizes: Sizes) -> float:
     return 2.0 * (3 * trained + 2 * fc + target_head)
 
 
-def measure_training(root: Path, supervised: float, sizes: Sizes, pack_tokens: int, device: str, steps: int) -> dict[str, Any]:
+def measure_training(
+    root: Path, supervised: float, sizes: Sizes, pack_tokens: int, device: str, steps: int
+) -> dict[str, Any]:
     """Train a few steps: tokens_per_s, step_ms, share_of_peak, peak_bytes (device memory; of the process on a CPU)."""
     rows = make_rows(4 * pack_tokens // ROW_TOKENS, supervised, sizes.vocab)
     write_ours(root, rows, sizes, device)
@@ -68,7 +70,9 @@ def measure_training(root: Path, supervised: float, sizes: Sizes, pack_tokens: i
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory(dir=root) as out_dir:
         figures = meter.figures(run_trainer(root, cfg, Path(out_dir), warmup + steps))
-    flops_per_token = sum(row_flops(torch.tensor(row.loss_mask), sizes) for row in rows) / (len(rows) * ROW_TOKENS)
+    flops_per_token = sum(row_flops(torch.tensor(row.loss_mask), sizes) for row in rows) / (
+        len(rows) * ROW_TOKENS
+    )
     return {
         "supervised": supervised,
         "tokens_per_s": figures["tokens_per_s"],
@@ -98,7 +102,11 @@ def attention_inputs(slots: Tensor, num_tokens: int, sizes: Sizes, dtype: torch.
 def run_attention(form: Attention, inputs: list[Tensor]) -> list[Tensor]:
     """The output and the gradients of all inputs, under a fixed gradient of the output."""
     out = form(*inputs)
-    grad = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=torch.float32).view(out.shape).to(out.dtype)
+    grad = (
+        torch.linspace(-1, 1, out.numel(), device=out.device, dtype=torch.float32)
+        .view(out.shape)
+        .to(out.dtype)
+    )
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
@@ -123,7 +131,9 @@ def measure_attention(sizes: Sizes, pack_tokens: int, device: str, repeats: int)
             run_attention(form, inputs)
         wait()
         ms = 1e3 * (time.perf_counter() - start) / repeats
-        lines.append({"form": name, "ms": ms, "distance": distances[0], "gradient_distance": max(distances[1:])})
+        lines.append(
+            {"form": name, "ms": ms, "distance": distances[0], "gradient_distance": max(distances[1:])}
+        )
     return lines
 
 
@@ -132,26 +142,36 @@ def missed_goals(training: list[dict[str, Any]], attention: list[dict[str, Any]]
     missed = []
     for line in training:
         if line["supervised"] == 0.5 and line["tokens_per_s"] < GOAL_TOKENS_PER_S:
-            missed.append(f"{line['tokens_per_s']:.0f} tokens/s at 50 % supervised, the goal is {GOAL_TOKENS_PER_S:.0f}")
+            missed.append(
+                f"{line['tokens_per_s']:.0f} tokens/s at 50 % supervised, the goal is {GOAL_TOKENS_PER_S:.0f}"
+            )
     for line in attention:
         if (far := max(line["distance"], line["gradient_distance"])) > ATTENTION_TOLERANCE:
-            missed.append(f"{line['form']} attention is {far:.3f} from float32, at most {ATTENTION_TOLERANCE} is rounding")
+            missed.append(
+                f"{line['form']} attention is {far:.3f} from float32, at most {ATTENTION_TOLERANCE} is rounding"
+            )
     return missed
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--steps", type=int, default=0, help="timed steps; 0: 24, or 2 with --small")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench/gpu"), help="states, some GB, and gpu.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/bench/gpu"), help="states, some GB, and gpu.json"
+    )
     arguments = parser.parse_args()
     small, device = arguments.small, arguments.device
     sizes, pack_tokens, steps = (TINY, 2048, 2) if small else (QWEN3_8B, 8192, 24)
     write_target(arguments.out / "target", sizes, device)
     training = []
     for supervised in (1.0, 0.5):
-        training.append(measure_training(arguments.out, supervised, sizes, pack_tokens, device, arguments.steps or steps))
+        training.append(
+            measure_training(arguments.out, supervised, sizes, pack_tokens, device, arguments.steps or steps)
+        )
         line = training[-1]
         print(
             f"{supervised:.0%} supervised: {line['tokens_per_s']:.0f} tokens/s, {line['step_ms']:.1f} ms a step, "
@@ -159,7 +179,10 @@ def main() -> int:
             flush=True,
         )
     attention = measure_attention(sizes, pack_tokens, device, 2 if small else 20)
-    cells = [[s["form"], f"{s['ms']:.2f}", f"{s['distance']:.1e}", f"{s['gradient_distance']:.1e}"] for s in attention]
+    cells = [
+        [s["form"], f"{s['ms']:.2f}", f"{s['distance']:.1e}", f"{s['gradient_distance']:.1e}"]
+        for s in attention
+    ]
     print(table(["attention", "ms", "distance", "of gradients"], cells))
     write_json(arguments.out / "gpu.json", {"training": training, "attention": attention})
     missed = [] if small else missed_goals(training, attention)

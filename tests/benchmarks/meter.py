@@ -37,7 +37,9 @@ def tree_cpu_s(pid: int) -> float:
     """User and system seconds so far of a process, its threads, its living descendants and its children that have ended."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-    children = [child for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+    children = [
+        child for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
+    ]
     return own + sum(tree_cpu_s(int(child)) for child in children)
 
 
@@ -75,7 +77,9 @@ class StepMeter:
             ValueError: if the run ended early.
         """
         if len(self.marks) < 2:
-            raise ValueError(f"{self.warmup + self.steps} steps expected, the trainer made {self.done}; write more rows")
+            raise ValueError(
+                f"{self.warmup + self.steps} steps expected, the trainer made {self.done}; write more rows"
+            )
         cpu_s, wall_s = (end - start for start, end in zip(*self.marks, strict=True))
         tokens = self.steps * tokens_per_step
         return {

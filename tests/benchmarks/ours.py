@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from eagle3.config import TrainConfig
-from eagle3.hidden_states import read_manifest
+from eagle3.config.training import TrainConfig
+from eagle3.shards.hidden_states import read_manifest
 from eagle3.training.distributed import Ranks
 from eagle3.training.launch import Preempted, TrainJob
 from eagle3.training.loop import METRICS, train
@@ -53,7 +53,9 @@ def run_trainer(states_dir: Path, cfg: TrainConfig, out_dir: Path, stop_after: i
         train(job, Ranks(0, 1, torch.device(cfg.device)), should_stop=lambda step: step >= stop_after)
     tokens = {line["tokens"] for line in read_metrics(out_dir / METRICS)}
     if tokens != {cfg.pack_tokens}:
-        raise ValueError(f"every pack must hold {cfg.pack_tokens} tokens, got packs of {sorted(tokens)}; check the rows' length")
+        raise ValueError(
+            f"every pack must hold {cfg.pack_tokens} tokens, got packs of {sorted(tokens)}; check the rows' length"
+        )
     return cfg.pack_tokens
 
 

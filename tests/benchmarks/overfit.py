@@ -12,13 +12,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from eagle3.config import EngineConfig, EvaluateConfig, ExportConfig, ExtractConfig, TrainConfig
+from eagle3.config.engine import EngineConfig, EvaluateConfig, ExtractConfig
+from eagle3.config.training import ExportConfig, TrainConfig
 from eagle3.data.chat import load_chat_tokenizer, render_prompt
+from eagle3.engine.engine import capture, generate
 from eagle3.evaluation.benchmark import evaluate
 from eagle3.export import write_export
-from eagle3.shards import TokenRow, write_token_shard
-from eagle3.target.engine import capture, generate
-from eagle3.target.properties import aux_layer_ids
+from eagle3.shards.tokens import TokenRow, write_token_shard
+from eagle3.targets.properties import aux_layer_ids
 from eagle3.training.launch import TrainJob, train_in_processes
 from eagle3.vocab import build_vocab, count_tokens, save_vocab
 
@@ -26,7 +27,9 @@ NUM_CONVERSATIONS, K, SERVED_TOKENS = 20, 3, 48
 GREEDY: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "seed": 0, "ignore_eos": True}
 
 
-def overfit(target_dir: Path, prompts: list[list[int]], engine: EngineConfig, cfg: TrainConfig, work: Path) -> dict[str, Any]:
+def overfit(
+    target_dir: Path, prompts: list[list[int]], engine: EngineConfig, cfg: TrainConfig, work: Path
+) -> dict[str, Any]:
     """Answer, capture, train, export and serve the same prompts.
 
     The draft learns a little more than is served, since the last round of an answer looks past its end.
@@ -44,11 +47,21 @@ def overfit(target_dir: Path, prompts: list[list[int]], engine: EngineConfig, cf
     rows = [TokenRow(str(i), "overfit", p, [False] * len(p)) for i, p in enumerate(prompts)]
     write_token_shard(work / "prompts.parquet", rows)
     answered = [
-        TokenRow(row.sample_id, row.source, row.token_ids + a.token_ids, row.loss_mask + [True] * len(a.token_ids))
+        TokenRow(
+            row.sample_id, row.source, row.token_ids + a.token_ids, row.loss_mask + [True] * len(a.token_ids)
+        )
         for row, a in zip(rows, answers, strict=True)
     ]
     write_token_shard(work / "answers.parquet", answered)
-    capture(target_dir, work / "answers.parquet", work / "states", layer_ids, engine, ExtractConfig(encoding="fp32"), {})
+    capture(
+        target_dir,
+        work / "answers.parquet",
+        work / "states",
+        layer_ids,
+        engine,
+        ExtractConfig(encoding="fp32"),
+        {},
+    )
     counts = count_tokens(answered, config["vocab_size"])
     save_vocab(work / "vocab.safetensors", build_vocab(counts, min(config["vocab_size"], 4096), []))
     job = TrainJob(
@@ -61,14 +74,22 @@ def overfit(target_dir: Path, prompts: list[list[int]], engine: EngineConfig, cf
     )
     train_in_processes(job)
     export = ExportConfig(num_speculative_tokens=K, dtype="float32")
-    write_export(work / "draft", work / "vocab.safetensors", target_dir, "example-org/overfit", export, work / "export")
-    settings = EvaluateConfig(num_speculative_tokens=K, max_new_tokens=SERVED_TOKENS, dtype="float32", concurrency=4)
+    write_export(
+        work / "draft", work / "vocab.safetensors", target_dir, "example-org/overfit", export, work / "export"
+    )
+    settings = EvaluateConfig(
+        num_speculative_tokens=K, max_new_tokens=SERVED_TOKENS, dtype="float32", concurrency=4
+    )
     out = str(work / "evaluation.json")
-    return evaluate(str(target_dir), str(work / "export"), str(work / "prompts.parquet"), engine, settings, out)
+    return evaluate(
+        str(target_dir), str(work / "export"), str(work / "prompts.parquet"), engine, settings, out
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", type=Path, required=True, help="target directory")
     parser.add_argument("--epochs", type=int, default=60)
     args = parser.parse_args()
@@ -77,7 +98,11 @@ def main() -> None:
         texts = [json.loads(line)["prompt"] for line in itertools.islice(f, NUM_CONVERSATIONS)]
     prompts = [render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in texts]
     engine = EngineConfig(
-        dtype="float32", max_model_len=512, max_num_seqs=NUM_CONVERSATIONS, max_num_batched_tokens=512, enforce_eager=True
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=NUM_CONVERSATIONS,
+        max_num_batched_tokens=512,
+        enforce_eager=True,
     )
     cfg = TrainConfig(
         epochs=args.epochs,
@@ -91,7 +116,13 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as work:
         figures = overfit(args.target, prompts, engine, cfg, Path(work))
-    shown = ("acceptance_length", "acceptance_by_position", "rounds", "trainer_rounds", "trainer_acceptance_length")
+    shown = (
+        "acceptance_length",
+        "acceptance_by_position",
+        "rounds",
+        "trainer_rounds",
+        "trainer_acceptance_length",
+    )
     print(json.dumps({key: figures[key] for key in shown}, indent=1))
 
 

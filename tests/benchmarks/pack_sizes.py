@@ -34,13 +34,17 @@ def judge(lines: list[dict[str, float]]) -> dict[str, Any]:
     """
     speeds = [line["tokens_per_cpu_s"] for line in lines]
     spread = max(speeds) / min(speeds)
-    fit = statistics.linear_regression([line["pack_tokens"] for line in lines[:-1]], [line["peak_rss"] for line in lines[:-1]])
+    fit = statistics.linear_regression(
+        [line["pack_tokens"] for line in lines[:-1]], [line["peak_rss"] for line in lines[:-1]]
+    )
     over = lines[-1]["peak_rss"] / (fit.intercept + fit.slope * lines[-1]["pack_tokens"])
     missed = []
     if spread > COST_SPREAD:
         missed.append(f"cost per token differs {spread:.2f}x between pack sizes, the goal is {COST_SPREAD}x")
     if over > 1 + MEMORY_SLACK:
-        missed.append(f"the largest pack takes {over:.2f}x the memory that a line through the smaller ones foretells")
+        missed.append(
+            f"the largest pack takes {over:.2f}x the memory that a line through the smaller ones foretells"
+        )
     return {
         "cost_spread": spread,
         "bytes_per_token": fit.slope,
@@ -65,7 +69,9 @@ def main() -> int:
         lines.append({"pack_tokens": size} | run_side(sys.executable, "ours", states, *options))
     verdict = judge(lines)
     write_json(arguments.out / "packs.json", {"sizes": lines} | verdict)
-    cells = [[f"{s['pack_tokens']}", f"{s['tokens_per_cpu_s']:.0f}", f"{s['peak_rss'] / 1e9:.2f}"] for s in lines]
+    cells = [
+        [f"{s['pack_tokens']}", f"{s['tokens_per_cpu_s']:.0f}", f"{s['peak_rss'] / 1e9:.2f}"] for s in lines
+    ]
     print(table(["pack tokens", "tokens/CPU-s", "peak GB"], cells))
     print(
         f"cost within {verdict['cost_spread']:.2f}x; memory {verdict['base_bytes'] / 1e9:.2f} GB + "

@@ -73,7 +73,9 @@ def main() -> None:
     lengths = loaders[0].dataset.approx_lengths
     tokens = {sum(lengths[row] for row in pack) for pack in loaders[0].batch_sampler}
     if tokens != {arguments.pack_tokens}:
-        raise ValueError(f"every pack must hold {arguments.pack_tokens} tokens, got packs of {sorted(tokens)}; change the rows")
+        raise ValueError(
+            f"every pack must hold {arguments.pack_tokens} tokens, got packs of {sorted(tokens)}; change the rows"
+        )
     meter.write(arguments.figures, arguments.pack_tokens)
 
 

@@ -28,7 +28,8 @@ SAMPLE_EVERY_S = 0.5
 def write_rows(path: Path, num_rows: int) -> None:
     """Write a JSON list of conversations: two to four exchanges, the answers four times as long as the questions."""
     words = " ".join(
-        json.loads(line)["prompt"] for line in (ROOT / "workflows/recipes/prompts.jsonl").read_text().splitlines()
+        json.loads(line)["prompt"]
+        for line in (ROOT / "workflows/recipes/prompts.jsonl").read_text().splitlines()
     ).split()
     rng = random.Random(0)
 
@@ -85,7 +86,7 @@ class Sampler(threading.Thread):
 
 def measure(rows_path: Path, tokenizer_dir: Path, workers: int) -> dict[str, Any]:
     """Prepare once: seconds, CPU seconds of all processes, rows/s, tokens a row, peak bytes, digests of the shards."""
-    from eagle3.config import DataConfig, SourceConfig
+    from eagle3.config.data import DataConfig, SourceConfig
     from eagle3.data.prepare import prepare_shards
 
     cfg = DataConfig(sources=[SourceConfig(path=str(rows_path), preset="sharegpt")], workers=workers)
@@ -120,7 +121,9 @@ def write_tokenizer(source: Path, out: Path) -> Path:
         return source
     from transformers import AutoTokenizer
 
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True).save_pretrained(out)
+    AutoTokenizer.from_pretrained(
+        source.parent, gguf_file=source.name, local_files_only=True
+    ).save_pretrained(out)
     return out
 
 
@@ -136,10 +139,16 @@ def main() -> int:
     rows_path = arguments.out / "sharegpt.json"
     write_rows(rows_path, arguments.rows)
     lines = [measure(rows_path, tokenizer_dir, workers) for workers in arguments.workers]
-    missed = [f"{line['workers']} workers: other digests" for line in lines if line["digests"] != lines[0]["digests"]]
+    missed = [
+        f"{line['workers']} workers: other digests"
+        for line in lines
+        if line["digests"] != lines[0]["digests"]
+    ]
     for line in lines:
         if line["rows_per_s"] < MIN_ROWS_PER_S:
-            missed.append(f"{line['workers']} workers: {line['rows_per_s']:.0f} rows/s, the goal is {MIN_ROWS_PER_S}")
+            missed.append(
+                f"{line['workers']} workers: {line['rows_per_s']:.0f} rows/s, the goal is {MIN_ROWS_PER_S}"
+            )
         if line["peak_bytes"] > MAX_MEMORY_BYTES:
             missed.append(f"{line['workers']} workers: {line['peak_bytes'] / 2**30:.2f} GiB, the goal is 2")
     write_json(arguments.out / "prepare.json", {"runs": lines, "missed": missed})

@@ -1,7 +1,7 @@
 """Synthetic states, written for both trainers: the same tokens, loss masks, states, draft vocabulary and target.
 
     target/           config.json; model.safetensors with embedding, final norm and head: read by both
-    ours/             shard/ (eagle3/shards.py) and vocab.safetensors
+    ours/             shard/ (eagle3/shards/tokens.py) and vocab.safetensors
     peer/             Arrow table: input_ids, loss_mask (0 or 1), seq_len; d2t-{K}.npy, t2d-{K}.npy
     peer/hidden_states/hs_{row}.safetensors   hidden_states [T, A + 1, H], the last one before the final norm; token_ids [T]
 
@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle3.shards import TokenRow
+from eagle3.shards.tokens import TokenRow
 from eagle3.vocab import Vocab, build_vocab, save_vocab
-from tests.shard_files import write_hidden_states
+from tests.helpers.shard_files import write_hidden_states
 
 ROW_TOKENS = 1024
 CHUNK_BYTES = 1 << 30  # all rows are shuffled together, so that no pack is left half full between chunks
@@ -57,7 +57,9 @@ def make_rows(count: int, supervised: float, vocab: int) -> list[TokenRow]:
     shares = 1.0 / (torch.arange(vocab) + 10.0)
     answer = round(ROW_TOKENS * supervised)
     mask = [t >= ROW_TOKENS - answer for t in range(ROW_TOKENS)]
-    ids = torch.multinomial(shares, count * ROW_TOKENS, replacement=True, generator=generator).view(count, ROW_TOKENS)
+    ids = torch.multinomial(shares, count * ROW_TOKENS, replacement=True, generator=generator).view(
+        count, ROW_TOKENS
+    )
     return [TokenRow(f"row-{i}", "synthetic", row, mask) for i, row in enumerate(ids.tolist())]
 
 
@@ -95,13 +97,18 @@ def write_target(target_dir: Path, sizes: Sizes, device: str = "cpu") -> None:
         name: 0.05 * torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).cpu()
         for name in ("model.embed_tokens.weight", "lm_head.weight")
     }
-    save_file(tensors | {"model.norm.weight": torch.ones(sizes.hidden, dtype=torch.bfloat16)}, target_dir / "model.safetensors")
+    save_file(
+        tensors | {"model.norm.weight": torch.ones(sizes.hidden, dtype=torch.bfloat16)},
+        target_dir / "model.safetensors",
+    )
 
 
 def write_ours(root: Path, rows: list[TokenRow], sizes: Sizes, device: str = "cpu") -> Vocab:
     """Write the shard and the vocabulary, the K most frequent ids, under root/ours."""
     info = {"layer_ids": sizes.layer_ids}
-    write_hidden_states(root / "ours" / "shard", rows, row_states(rows, sizes, device), CHUNK_BYTES, info, encoding="bf16")
+    write_hidden_states(
+        root / "ours" / "shard", rows, row_states(rows, sizes, device), CHUNK_BYTES, info, encoding="bf16"
+    )
     vocab = build_vocab(torch.arange(sizes.vocab, 0, -1), sizes.draft_vocab, [])
     save_vocab(root / "ours" / "vocab.safetensors", vocab)
     return vocab

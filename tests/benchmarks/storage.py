@@ -18,18 +18,20 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from eagle3.batch import pack_rows
-from eagle3.config import ExportConfig, ExtractConfig, TrainConfig, VocabConfig
+from eagle3.config.data import VocabConfig
+from eagle3.config.engine import ExtractConfig
+from eagle3.config.training import ExportConfig, TrainConfig
 from eagle3.draft.acceptance import AcceptanceCounts, walk_batch
+from eagle3.draft.batch import pack_rows
 from eagle3.draft.model import load_exported
-from eagle3.draft.ttt import find_hits, guess, unroll
+from eagle3.draft.unroll import find_hits, guess, unroll
+from eagle3.engine.engine import capture, close_engines
 from eagle3.export import write_export
-from eagle3.hidden_state_writer import HiddenStateWriter
-from eagle3.hidden_states import read_hidden_states, read_manifest
-from eagle3.shards import read_token_shard
-from eagle3.target.engine import capture, close_engines
-from eagle3.target.properties import aux_layer_ids, end_of_turn_ids
-from eagle3.target.weights import check_target_dir, load_target_tensors
+from eagle3.shards.hidden_states import read_hidden_states, read_manifest
+from eagle3.shards.tokens import read_token_shard
+from eagle3.shards.writer import HiddenStateWriter
+from eagle3.targets.properties import aux_layer_ids, end_of_turn_ids
+from eagle3.targets.weights import check_target_dir, load_target_tensors
 from eagle3.training.launch import TrainJob, train_in_processes
 from eagle3.vocab import build_vocab, count_tokens, save_vocab
 from tests.benchmarks.answers import Answers, make_answers, read_arguments
@@ -55,7 +57,9 @@ def summarise_bytes(
     lines = [{"encoding": "raw bf16", "compression": "none", "bytes_per_token": float(raw), "share": 1.0}]
     for (encoding, compression), shards in manifests.items():
         found = sum(m["bytes"] for m in shards) / sum(m["tokens"] for m in shards)
-        lines.append({"encoding": encoding, "compression": compression, "bytes_per_token": found, "share": found / raw})
+        lines.append(
+            {"encoding": encoding, "compression": compression, "bytes_per_token": found, "share": found / raw}
+        )
     return lines
 
 
@@ -70,11 +74,15 @@ def missed_goals(sizes: list[dict[str, Any]], drafts: list[dict[str, Any]]) -> l
     for line in sizes:
         goal = SIZE_GOALS.get((line["encoding"], line["compression"]))
         if goal is not None and line["share"] > goal:
-            missed.append(f"{line['encoding']} with {line['compression']}: {line['share']:.3f}x raw bytes, the goal is {goal}x")
+            missed.append(
+                f"{line['encoding']} with {line['compression']}: {line['share']:.3f}x raw bytes, the goal is {goal}x"
+            )
     for draft in drafts:
         change = draft["acceptance_length"] - exact_length(drafts)
         if draft["encoding"] != EXACT and abs(change) > MAX_CHANGE:
-            missed.append(f"trained from {draft['encoding']}: acceptance length {change:+.3f}, the goal is {MAX_CHANGE} at most")
+            missed.append(
+                f"trained from {draft['encoding']}: acceptance length {change:+.3f}, the goal is {MAX_CHANGE} at most"
+            )
     return missed
 
 
@@ -88,7 +96,12 @@ def storage_tables(sizes: list[dict[str, Any]], drafts: list[dict[str, Any]]) ->
     rows = []
     for line in sizes:
         goal = SIZE_GOALS.get((line["encoding"], line["compression"]))
-        cells = [line["encoding"], line["compression"], f"{line['bytes_per_token']:.0f}", f"{line['share']:.3f}"]
+        cells = [
+            line["encoding"],
+            line["compression"],
+            f"{line['bytes_per_token']:.0f}",
+            f"{line['share']:.3f}",
+        ]
         rows.append([*cells, f"<= {goal:.2f}" if goal else ""])
     judged = [
         [
@@ -101,8 +114,19 @@ def storage_tables(sizes: list[dict[str, Any]], drafts: list[dict[str, Any]]) ->
         ]
         for d in drafts
     ]
-    header = ["trained from", "seed", "acceptance length", f"against {EXACT}, seed {RUNS[0][1]}", "rounds", "accepted"]
-    return table(["encoding", "compression", "bytes/token", "of raw", "goal"], rows) + "\n\n" + table(header, judged)
+    header = [
+        "trained from",
+        "seed",
+        "acceptance length",
+        f"against {EXACT}, seed {RUNS[0][1]}",
+        "rounds",
+        "accepted",
+    ]
+    return (
+        table(["encoding", "compression", "bytes/token", "of raw", "goal"], rows)
+        + "\n\n"
+        + table(header, judged)
+    )
 
 
 def capture_exact(answers: Answers, layer_ids: list[int], out: Path) -> list[Path]:
@@ -141,7 +165,14 @@ def train_draft(answers: Answers, shards: list[Path], vocab_path: Path, out: Pat
         cfg=TrainConfig(**settings),
     )
     train_in_processes(job)
-    write_export(out, vocab_path, answers.target_dir, "example-org/bench", ExportConfig(dtype="float32"), out / "export")
+    write_export(
+        out,
+        vocab_path,
+        answers.target_dir,
+        "example-org/bench",
+        ExportConfig(dtype="float32"),
+        out / "export",
+    )
     return out / "export"
 
 
@@ -162,9 +193,14 @@ def measure_bytes(exact: list[Path], answers: Answers, work: Path) -> list[dict[
     manifests: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for encoding in ENCODINGS:
         for compression in COMPRESSIONS:
-            cfg, out = ExtractConfig(encoding=encoding, compression=compression), work / f"{encoding}-{compression}"
+            cfg, out = (
+                ExtractConfig(encoding=encoding, compression=compression),
+                work / f"{encoding}-{compression}",
+            )
             pairs = zip(exact, answers.shards, strict=True)
-            manifests[encoding, compression] = [encode_again(shard, tokens, cfg, out / shard.name) for shard, tokens in pairs]
+            manifests[encoding, compression] = [
+                encode_again(shard, tokens, cfg, out / shard.name) for shard, tokens in pairs
+            ]
     config = json.loads((answers.target_dir / "config.json").read_text())
     num_states = len(manifests[ENCODINGS[0], "none"][0]["info"]["layer_ids"]) + 1
     return summarise_bytes(manifests, num_states, config["hidden_size"])
@@ -188,7 +224,12 @@ def compare_drafts(exact: list[Path], answers: Answers, epochs: int, work: Path)
         exports = list(tqdm(pool.map(train, RUNS), total=len(RUNS), desc="training", unit="run"))
     drafts = []
     for (encoding, seed), export_dir in zip(RUNS, exports, strict=True):
-        found = judge(export_dir, answers.target_dir, exact[-1], TrainConfig(**answers.recipe.get("train", {})).ttt_steps)
+        found = judge(
+            export_dir,
+            answers.target_dir,
+            exact[-1],
+            TrainConfig(**answers.recipe.get("train", {})).ttt_steps,
+        )
         drafts.append(
             {
                 "encoding": encoding,

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3.config import ExtractConfig
-from eagle3.hidden_states import last_state_positions, read_hidden_states
-from eagle3.shards import TokenRow, write_token_shard
+from eagle3.config.engine import ExtractConfig
+from eagle3.shards.hidden_states import last_state_positions, read_hidden_states
+from eagle3.shards.tokens import TokenRow, write_token_shard
 from tests.benchmarks import capture, storage
 from tests.benchmarks.capture import PLAIN, TRANSFORMERS, speed_table, summarise
 from tests.benchmarks.meter import tree_cpu_s
 from tests.benchmarks.storage import encode_again, storage_tables, summarise_bytes
-from tests.shard_files import write_hidden_states
+from tests.helpers.shard_files import write_hidden_states
 
 
 def speeds(*tokens_per_s: float) -> list[dict[str, float]]:
@@ -73,7 +73,9 @@ def draft(encoding: str, seed: int, length: float) -> dict[str, Any]:
 
 def test_a_draft_is_held_against_the_exact_one_and_another_seed_only_shows_what_chance_does() -> None:
     drafts = [draft("fp32", 0, 1.40), draft("fp32", 1, 1.50), draft("bf16", 0, 1.371), draft("fp8", 0, 1.44)]
-    assert storage.missed_goals([], drafts) == ["trained from fp8: acceptance length +0.040, the goal is 0.03 at most"]
+    assert storage.missed_goals([], drafts) == [
+        "trained from fp8: acceptance length +0.040, the goal is 0.03 at most"
+    ]
     assert "+0.100" in storage_tables([], drafts).splitlines()[-3]
 
 
@@ -91,7 +93,9 @@ def test_states_written_again_are_the_captured_ones(tmp_path: Path, encoding: st
     for row, of_row, mask in zip(read_hidden_states(tmp_path / "again"), states, masks, strict=True):
         positions = last_state_positions(torch.tensor(mask))
         torch.testing.assert_close(row.aux.float(), of_row[:, :-1], rtol=tolerance, atol=tolerance / 50)
-        torch.testing.assert_close(row.last.float(), of_row[positions, -1], rtol=tolerance, atol=tolerance / 50)
+        torch.testing.assert_close(
+            row.last.float(), of_row[positions, -1], rtol=tolerance, atol=tolerance / 50
+        )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")

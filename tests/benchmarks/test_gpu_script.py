@@ -17,11 +17,16 @@ def test_the_script_checks_itself_on_a_cpu(tmp_path: Path, monkeypatch: pytest.M
     content = json.loads((tmp_path / "gpu.json").read_text())
     assert [line["supervised"] for line in content["training"]] == [1.0, 0.5]
     assert all(line["tokens_per_s"] > 0 and line["peak_bytes"] > 0 for line in content["training"])
-    assert all(line["ms"] > 0 and line["distance"] < 1e-6 and line["gradient_distance"] < 1e-5 for line in content["attention"])
+    assert all(
+        line["ms"] > 0 and line["distance"] < 1e-6 and line["gradient_distance"] < 1e-5
+        for line in content["attention"]
+    )
 
 
 def test_flops_of_a_short_row_by_hand() -> None:
-    sizes = Sizes("llama", hidden=2, inner=3, heads=2, groups=1, head_dim=5, vocab=11, draft_vocab=7, layers=8)
+    sizes = Sizes(
+        "llama", hidden=2, inner=3, heads=2, groups=1, head_dim=5, vocab=11, draft_vocab=7, layers=8
+    )
     # mask 0 1 1 1: slots 0 and 1 at step 0, slot 0 at step 1, none at step 2; states of positions 1 and 2 are targets.
     pairs, seen = 3, 1 + 2 + 1
     layer = pairs * (4 * 10 + 10 * 2 + 3 * 2 * 3)  # q, o, MLP

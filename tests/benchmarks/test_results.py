@@ -57,7 +57,8 @@ def test_the_file_reads_back(tmp_path: Path) -> None:
 
 def sizes(rss: list[float], speeds: list[float]) -> list[dict[str, float]]:
     return [
-        {"pack_tokens": 2048 << i, "peak_rss": r, "tokens_per_cpu_s": s} for i, (r, s) in enumerate(zip(rss, speeds, strict=True))
+        {"pack_tokens": 2048 << i, "peak_rss": r, "tokens_per_cpu_s": s}
+        for i, (r, s) in enumerate(zip(rss, speeds, strict=True))
     ]
 
 
@@ -69,7 +70,9 @@ def test_linear_memory_and_even_cost_pass() -> None:
 
 
 def test_quadratic_memory_and_rising_cost_are_named() -> None:
-    verdict = judge(sizes([1e9 + 2e4 * t + 2 * t * t for t in (2048 << i for i in range(5))], [130, 125, 120, 110, 100]))
+    verdict = judge(
+        sizes([1e9 + 2e4 * t + 2 * t * t for t in (2048 << i for i in range(5))], [130, 125, 120, 110, 100])
+    )
     assert [sentence.split()[0] for sentence in verdict["missed"]] == ["cost", "the"]
 
 

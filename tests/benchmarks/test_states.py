@@ -8,7 +8,7 @@ import torch
 from datasets import load_from_disk
 from safetensors.torch import load_file
 
-from eagle3.hidden_states import last_state_positions, read_hidden_states
+from eagle3.shards.hidden_states import last_state_positions, read_hidden_states
 from eagle3.vocab import load_vocab
 from tests.benchmarks.states import ROW_TOKENS, TINY, make_rows, write_both
 

@@ -30,7 +30,16 @@ def run_side(python: str, module: str, states: Path, *options: str) -> dict[str,
     states = states.resolve()
     figures = states / f"{module}.json"
     figures.unlink(missing_ok=True)
-    command = [python, "-m", f"tests.benchmarks.{module}", "--states", str(states), "--figures", str(figures), *options]
+    command = [
+        python,
+        "-m",
+        f"tests.benchmarks.{module}",
+        "--states",
+        str(states),
+        "--figures",
+        str(figures),
+        *options,
+    ]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode or not figures.exists():
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}")
@@ -45,9 +54,18 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--shares", type=float, nargs="+", default=sorted(GOALS, reverse=True), choices=sorted(GOALS))
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=sorted(GOALS, reverse=True), choices=sorted(GOALS)
+    )
     arguments = parser.parse_args()
-    options = ["--pack-tokens", str(PACK_TOKENS), "--warmup", str(arguments.warmup), "--steps", str(arguments.steps)]
+    options = [
+        "--pack-tokens",
+        str(PACK_TOKENS),
+        "--warmup",
+        str(arguments.warmup),
+        "--steps",
+        str(arguments.steps),
+    ]
     num_rows = ROWS * -(-(arguments.warmup + arguments.steps) // PEER_PACKS)
     lines = []
     with tqdm(total=len(arguments.shares) * arguments.rounds * 2, desc="training", unit="run") as bar:

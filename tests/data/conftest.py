@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from tests.data.tiny import train_tokenizer
-from tests.data.workplace import Workplace
+from tests.helpers.tiny_tokenizer import train_tokenizer
+from tests.helpers.workplace import Workplace
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from eagle3.config import SourceConfig
-from eagle3.data.answer_text import JSON_TYPES
+from eagle3.config.data import SourceConfig
 from eagle3.data.conversations import Conversation, to_conversation
 from eagle3.data.presets import PRESETS
 from eagle3.data.sources import read_source
+from eagle3.regenerate.answer_text import JSON_TYPES
 
 PLACE = Path(__file__).parents[2] / "runs" / "bfcl"
 ROWS = {"simple_python": 400, "multiple": 200, "parallel": 200, "parallel_multiple": 200}
@@ -35,10 +35,14 @@ def test_every_row_of_bfcl_is_kept_with_its_tools(category: str, num_rows: int) 
         assert isinstance(conversation, Conversation)
         asked = [m["content"] for turn in record.row["question"] for m in turn]
         assert [m["content"] for m in conversation.messages] == asked
-        assert [t["function"]["name"] for t in conversation.tools or []] == [f["name"] for f in record.row["function"]]
+        assert [t["function"]["name"] for t in conversation.tools or []] == [
+            f["name"] for f in record.row["function"]
+        ]
         conversations.append(conversation)
     assert len(conversations) == num_rows
-    schemas = [s for c in conversations for t in c.tools or [] for s in schemas_in(t["function"]["parameters"])]
+    schemas = [
+        s for c in conversations for t in c.tools or [] for s in schemas_in(t["function"]["parameters"])
+    ]
     assert {s["type"] for s in schemas if "type" in s} <= JSON_TYPES.keys()
     assert sum("type" in s for s in schemas) > 0.99 * len(schemas)
     assert '"dict"' not in json.dumps([c.tools for c in conversations])

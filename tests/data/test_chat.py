@@ -20,7 +20,7 @@ from eagle3.data.chat import (
 )
 from eagle3.data.conversations import BadRow, Conversation, Message
 from eagle3.data.pieces import Piece
-from tests.data.tiny import CHATML, train_tokenizer
+from tests.helpers.tiny_tokenizer import CHATML, train_tokenizer
 
 CONTENT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20) | st.sampled_from(
     [
@@ -46,7 +46,9 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_tokens: int | None = None) -> EncodedRow:
+def encode(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_tokens: int | None = None
+) -> EncodedRow:
     (row,) = encode_rows(tokenizer, conversation_rows(tokenizer, Conversation(messages)), max_tokens)
     return row
 
@@ -57,7 +59,13 @@ def supervised_runs(tokenizer: PreTrainedTokenizerBase, messages: list[Message])
 
 
 def test_mask_of_a_short_conversation_by_hand(tokenizer: PreTrainedTokenizerBase) -> None:
-    messages = [turn("system", "x"), turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
+    messages = [
+        turn("system", "x"),
+        turn("user", "a"),
+        turn("assistant", "b"),
+        turn("user", "c"),
+        turn("assistant", "d"),
+    ]
     ids, mask, num_cut, reason = encode(tokenizer, messages)
     assert (num_cut, reason) == (0, "")
     assert text_spans(tokenizer, ids, mask) == [
@@ -93,9 +101,13 @@ def test_mask_is_exactly_the_assistants_words_and_end_of_turn(
     assert mask[: len(prompt) + 1] == [False] * len(prompt) + [True]
 
 
-def test_an_answer_that_would_merge_with_the_generation_prompt_keeps_its_own_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_answer_that_would_merge_with_the_generation_prompt_keeps_its_own_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     messages = [turn("user", "a"), turn("assistant", "\n  Hello")]
-    merged = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)["input_ids"]
+    merged = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)[
+        "input_ids"
+    ]
     prompt = render_prompt(tokenizer, messages[:1])
     assert merged[: len(prompt)] != prompt, "the case does not occur with this tokenizer"
     assert supervised_runs(tokenizer, messages) == ["\n  Hello<|end|>"]
@@ -103,7 +115,9 @@ def test_an_answer_that_would_merge_with_the_generation_prompt_keeps_its_own_tok
 
 def test_a_batch_equals_one_by_one(tokenizer: PreTrainedTokenizerBase) -> None:
     conversations = [[turn("user", "a" * n), turn("assistant", "b<|end|>" * n)] for n in (1, 7, 30)]
-    batch = encode_rows(tokenizer, [row for m in conversations for row in conversation_rows(tokenizer, Conversation(m))])
+    batch = encode_rows(
+        tokenizer, [row for m in conversations for row in conversation_rows(tokenizer, Conversation(m))]
+    )
     assert batch == [encode(tokenizer, m) for m in conversations]
     assert encode_rows(tokenizer, []) == []
 
@@ -135,9 +149,25 @@ def test_long_rows_keep_whole_answers(tokenizer: PreTrainedTokenizerBase) -> Non
     # The first answer is four tokens: x, y, z and the end of turn.
     for limit in (first + 4, first + 5, size - 1):
         kept = first + 4
-        assert encode(tokenizer, messages, limit) == (row.token_ids[:kept], row.loss_mask[:kept], size - kept, "")
-    for limit, reason in ((first + 3, ""), (first + 2, ""), (first + 1, "empty_mask"), (first, "empty_mask"), (1, "empty_mask")):
-        assert encode(tokenizer, messages, limit) == (row.token_ids[:limit], row.loss_mask[:limit], size - limit, reason)
+        assert encode(tokenizer, messages, limit) == (
+            row.token_ids[:kept],
+            row.loss_mask[:kept],
+            size - kept,
+            "",
+        )
+    for limit, reason in (
+        (first + 3, ""),
+        (first + 2, ""),
+        (first + 1, "empty_mask"),
+        (first, "empty_mask"),
+        (1, "empty_mask"),
+    ):
+        assert encode(tokenizer, messages, limit) == (
+            row.token_ids[:limit],
+            row.loss_mask[:limit],
+            size - limit,
+            reason,
+        )
 
 
 def test_a_template_without_special_end_of_turn_supervises_the_whole_answer() -> None:
@@ -151,7 +181,9 @@ def test_a_template_without_special_end_of_turn_supervises_the_whole_answer() ->
 
 def test_a_template_that_trims_supervises_what_it_renders() -> None:
     trimming = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | trim }}")
-    assert supervised_runs(train_tokenizer(trimming), [turn("user", "a"), turn("assistant", " b\n")]) == ["b<|end|>"]
+    assert supervised_runs(train_tokenizer(trimming), [turn("user", "a"), turn("assistant", " b\n")]) == [
+        "b<|end|>"
+    ]
 
 
 def test_a_template_that_closes_the_conversation_does_not_close_the_answer() -> None:
@@ -176,7 +208,9 @@ def test_a_template_that_changes_earlier_turns_gives_a_row_for_each_answer() -> 
     ]
 
 
-def test_answers_elsewhere_than_behind_the_generation_prompt_are_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_answers_elsewhere_than_behind_the_generation_prompt_are_taken_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     elsewhere = CHATML.replace("<|start|>assistant\n{% endif", "<|start|>model\n{% endif")
     messages = [turn("user", "a"), turn("assistant", "modest"), turn("user", "c"), turn("assistant", "d")]
     assert supervised_runs(train_tokenizer(elsewhere), messages) == ["modest<|end|>", "d<|end|>"]
@@ -191,9 +225,17 @@ def test_answers_elsewhere_than_behind_the_generation_prompt_are_taken_with_a_wa
             "answer_not_rendered",
             "does not write message 2",
         ),
-        ("{{ raise_exception('no system role') }}", "template_refuses", "refuses the conversation (no system role); change"),
+        (
+            "{{ raise_exception('no system role') }}",
+            "template_refuses",
+            "refuses the conversation (no system role); change",
+        ),
         ("{{ messages[0]['content'] + 1 }}", "template_refuses", "refuses the conversation ("),
-        ("{{ messages[0]['content'] | tojson(ensure_ascii=true) }}", "tag_in_text", "escapes a text that spells one of its tags"),
+        (
+            "{{ messages[0]['content'] | tojson(ensure_ascii=true) }}",
+            "tag_in_text",
+            "escapes a text that spells one of its tags",
+        ),
     ],
 )
 def test_a_template_that_does_not_write_the_answer_is_an_error(template: str, reason: str, said: str) -> None:
@@ -203,7 +245,9 @@ def test_a_template_that_does_not_write_the_answer_is_an_error(template: str, re
     assert e.value.reason == reason
 
 
-def test_a_tokenizer_is_loaded_from_its_directory(tokenizer: PreTrainedTokenizerBase, tokenizer_dir: Path) -> None:
+def test_a_tokenizer_is_loaded_from_its_directory(
+    tokenizer: PreTrainedTokenizerBase, tokenizer_dir: Path
+) -> None:
     messages = [turn("user", "Hello é")]
     assert render_prompt(load_chat_tokenizer(tokenizer_dir), messages) == render_prompt(tokenizer, messages)
     (piece,) = prompt_row(tokenizer, Conversation(messages))
@@ -212,7 +256,9 @@ def test_a_tokenizer_is_loaded_from_its_directory(tokenizer: PreTrainedTokenizer
 
 def test_a_tokenizer_without_a_chat_template_is_an_error_that_names_the_directory(tmp_path: Path) -> None:
     train_tokenizer(template=None).save_pretrained(str(tmp_path))
-    with pytest.raises(ValueError, match=r"has no chat template; choose a chat model or add chat_template\.jinja") as e:
+    with pytest.raises(
+        ValueError, match=r"has no chat template; choose a chat model or add chat_template\.jinja"
+    ) as e:
         load_chat_tokenizer(tmp_path)
     assert str(e.value).startswith(f"{tmp_path}: ")
 
@@ -237,6 +283,8 @@ def test_a_tokenizer_that_changes_the_begin_of_every_text_is_an_error(tmp_path: 
 
 @pytest.mark.parametrize("name", ["", "gone"])
 def test_a_directory_without_a_tokenizer_is_an_error(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=r"no readable tokenizer .*; give a target directory with tokenizer\.json") as e:
+    with pytest.raises(
+        ValueError, match=r"no readable tokenizer .*; give a target directory with tokenizer\.json"
+    ) as e:
         load_chat_tokenizer(tmp_path / name)
     assert str(e.value).startswith(str(tmp_path / name))

@@ -42,7 +42,11 @@ def human(text: str) -> dict[str, str]:
 
 
 def test_messages_are_taken_as_they_are_and_other_keys_are_ignored() -> None:
-    row = {"id": "1", "prompt": "Hi", "messages": [SYSTEM, {**USER, "weight": 1, "tool_calls": None}, ASSISTANT]}
+    row = {
+        "id": "1",
+        "prompt": "Hi",
+        "messages": [SYSTEM, {**USER, "weight": 1, "tool_calls": None}, ASSISTANT],
+    }
     assert read(row) == Conversation([SYSTEM, USER, ASSISTANT], None, "openai_messages")
 
 
@@ -67,7 +71,9 @@ def test_sharegpt_rows_may_name_the_list_either_way_and_write_it_as_json() -> No
 
 
 def test_an_empty_system_prompt_is_none() -> None:
-    assert read({"conversations": [{"from": "system", "value": " "}, human("Hi")], "system": ""}).messages == [USER]
+    assert read(
+        {"conversations": [{"from": "system", "value": " "}, human("Hi")], "system": ""}
+    ).messages == [USER]
     assert read({"messages": [SYSTEM, USER], "system": "other"}).messages == [SYSTEM, USER]
 
 
@@ -108,7 +114,10 @@ def test_text_parts_are_joined_by_line_breaks() -> None:
     "turn",
     [
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}]},
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}],
+        },
         {"role": "assistant", "tool_calls": json.dumps([CALL])},
         {"role": "assistant", "tool_calls": [{"name": "weather", "parameters": {"city": "Oslo"}}]},
         {"role": "assistant", "function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'}},
@@ -134,40 +143,92 @@ def test_ids_names_thoughts_and_objects_of_tool_turns_are_kept() -> None:
 @pytest.mark.parametrize(
     ("row", "reason", "said"),
     [
-        ({"text": "Hi"}, "no_conversation", "no conversation, only the keys ['text']; name it messages, or prompt"),
+        (
+            {"text": "Hi"},
+            "no_conversation",
+            "no conversation, only the keys ['text']; name it messages, or prompt",
+        ),
         ({"messages": None, "prompt": None}, "no_conversation", "only the keys ['messages', 'prompt']"),
-        ({"messages": []}, "bad_turn", "messages must be a list with at least one turn, got an empty list; fill it"),
+        (
+            {"messages": []},
+            "bad_turn",
+            "messages must be a list with at least one turn, got an empty list; fill it",
+        ),
         ({"messages": "Hi"}, "bad_json", "messages is a string that is not JSON (Expecting value"),
         ({"messages": '{"a": 1}'}, "bad_turn", "got dict; fill it"),
         ({"messages": ["Hi"]}, "bad_turn", 'turn 1 of messages must be an object, got str; write {"role"'),
         ({"messages": [[USER]]}, "bad_turn", "turn 1 of messages must be an object, got list"),
         ({"messages": [{"role": "system", "content": ""}]}, "empty_text", "messages has no text; fill it"),
-        ({"messages": [USER, {"role": "robot", "content": "x"}]}, "bad_role", "unknown role 'robot'; use one of system, dev"),
-        ({"messages": [{"content": "x"}]}, "bad_role", "turn 1 of messages has the unknown role None; use one of"),
-        ({"messages": [{"role": ["user"], "content": "x"}]}, "bad_role", "has the unknown role ['user']; use one of"),
+        (
+            {"messages": [USER, {"role": "robot", "content": "x"}]},
+            "bad_role",
+            "unknown role 'robot'; use one of system, dev",
+        ),
+        (
+            {"messages": [{"content": "x"}]},
+            "bad_role",
+            "turn 1 of messages has the unknown role None; use one of",
+        ),
+        (
+            {"messages": [{"role": ["user"], "content": "x"}]},
+            "bad_role",
+            "has the unknown role ['user']; use one of",
+        ),
         ({"messages": [SYSTEM, ASSISTANT]}, "no_user", "no user text; add a message with the role user"),
-        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "empty_text", "turn 2 of messages is empty; fill it"),
-        ({"messages": [USER, {"role": "assistant", "content": None}]}, "empty_text", "turn 2 of messages is empty; fill it"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not_text", "must be text, got list; write"),
-        ({"messages": [{"role": "user", "content": float("nan")}]}, "not_text", "must be text, got float; write a string"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": ""}]},
+            "empty_text",
+            "turn 2 of messages is empty; fill it",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": None}]},
+            "empty_text",
+            "turn 2 of messages is empty; fill it",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "not_text",
+            "must be text, got list; write",
+        ),
+        (
+            {"messages": [{"role": "user", "content": float("nan")}]},
+            "not_text",
+            "must be text, got float; write a string",
+        ),
         (
             {"messages": [USER, {**ASSISTANT, "tool_calls": [1]}]},
             "bad_tool_call",
             "a tool call in turn 2 of messages has no name",
         ),
-        ({"messages": [USER, {**ASSISTANT, "function_call": "f(x)"}]}, "bad_tool_call", "is a string that is not JSON"),
+        (
+            {"messages": [USER, {**ASSISTANT, "function_call": "f(x)"}]},
+            "bad_tool_call",
+            "is a string that is not JSON",
+        ),
         (
             {"messages": [USER, {**ASSISTANT, "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
             "bad_tool_call",
             "arguments of f in turn 2 of messages must be an object, got list; mend",
         ),
-        ({"messages": [USER], "tools": [{}]}, "bad_tools", "tools must be JSON schemas with names, got dict; write"),
+        (
+            {"messages": [USER], "tools": [{}]},
+            "bad_tools",
+            "tools must be JSON schemas with names, got dict; write",
+        ),
         ({"messages": [USER], "tools": "weather"}, "bad_tools", "tools is a string that is not JSON"),
         ({"prompt": " \n"}, "empty_text", "prompt is empty; fill it or remove the row"),
         ({"prompt": 7}, "not_text", "prompt must be text, got int"),
         ({"prompt": "Hi", "response": ""}, "empty_text", "response is empty; fill it"),
-        ({"prompt": "Hi \ud800"}, "bad_unicode", "prompt has half a surrogate pair at character 4; correct the escape"),
-        ({"messages": [USER], "tools": [{"name": "\ud800"}]}, "bad_unicode", "tools has half a surrogate pair"),
+        (
+            {"prompt": "Hi \ud800"},
+            "bad_unicode",
+            "prompt has half a surrogate pair at character 4; correct the escape",
+        ),
+        (
+            {"messages": [USER], "tools": [{"name": "\ud800"}]},
+            "bad_unicode",
+            "tools has half a surrogate pair",
+        ),
         ({"input_ids": [1, 2]}, "bad_token_ids", "input_ids and loss_mask must be lists of one length"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "bad_token_ids", "must be lists of one length, at least 1"),
         ({"input_ids": [], "loss_mask": []}, "bad_token_ids", "must be lists of one length, at least 1"),
@@ -183,7 +244,9 @@ def test_a_bad_row_is_named_with_its_reason_and_remedy(row: dict[str, Any], reas
 
 
 def test_tokens_are_taken_as_they_are() -> None:
-    assert to_conversation({"input_ids": [5, 0, 7], "loss_mask": [0, True, 1]}) == Pretokenized([5, 0, 7], [False, True, True])
+    assert to_conversation({"input_ids": [5, 0, 7], "loss_mask": [0, True, 1]}) == Pretokenized(
+        [5, 0, 7], [False, True, True]
+    )
 
 
 def test_a_bad_row_comes_whole_out_of_another_process() -> None:
@@ -200,14 +263,18 @@ JUNK = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["role", "from", "content", "value", "tool_calls", "function", "name", "arguments", "text"]),
+            st.sampled_from(
+                ["role", "from", "content", "value", "tool_calls", "function", "name", "arguments", "text"]
+            ),
             inner,
             max_size=4,
         )
     ),
     max_leaves=12,
 )
-KEYS = st.sampled_from(["messages", "conversations", "prompt", "response", "system", "tools", "input_ids", "loss_mask"])
+KEYS = st.sampled_from(
+    ["messages", "conversations", "prompt", "response", "system", "tools", "input_ids", "loss_mask"]
+)
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,21 +10,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.data.describe import Description, coverage_figures, describe_rows, read_description, write_description
-from eagle3.shards import TokenRow
+from eagle3.data.describe import (
+    Description,
+    coverage_figures,
+    describe_rows,
+    read_description,
+    write_description,
+)
+from eagle3.shards.tokens import TokenRow
 from eagle3.vocab import build_vocab
-from tests.data.tiny import train_tokenizer
+from tests.helpers.tiny_tokenizer import train_tokenizer
 
 V, END = 400, [2]
 TOKENIZER = train_tokenizer()
 ROWS = st.lists(
-    st.tuples(st.sampled_from("abc"), st.lists(st.tuples(st.integers(0, 11), st.booleans()), min_size=1, max_size=40)),
+    st.tuples(
+        st.sampled_from("abc"),
+        st.lists(st.tuples(st.integers(0, 11), st.booleans()), min_size=1, max_size=40),
+    ),
     max_size=9,
 )
 
 
 def rows_of(drawn: list[tuple[str, list[tuple[int, bool]]]]) -> list[TokenRow]:
-    return [TokenRow(f"r{i}", name, [t for t, _ in pairs], [m for _, m in pairs]) for i, (name, pairs) in enumerate(drawn)]
+    return [
+        TokenRow(f"r{i}", name, [t for t, _ in pairs], [m for _, m in pairs])
+        for i, (name, pairs) in enumerate(drawn)
+    ]
 
 
 def described(rows: list[TokenRow], num_samples: int = 8) -> Description:
@@ -47,7 +59,9 @@ def test_figures_and_counts_equal_slow_loops(drawn: Any) -> None:
         assert (figures["rows"], figures["tokens"]) == (len(mine), sum(len(row.token_ids) for row in mine))
         assert figures["supervised_tokens"] == len(supervised)
         short = sum(len(row.token_ids) <= 32 for row in mine)
-        assert dict(figures["lengths"]) == {size: n for size, n in ((32, short), (64, len(mine) - short)) if n}
+        assert dict(figures["lengths"]) == {
+            size: n for size, n in ((32, short), (64, len(mine) - short)) if n
+        }
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,7 +76,13 @@ def test_coverage_by_source_equals_a_slow_loop(drawn: Any, size: int) -> None:
     kept = set(vocab.target_ids.tolist())
     assert (coverage["size"], coverage["coverage"]) == (size, vocab.coverage)
     for name, (inside, supervised) in coverage["by_source"].items():
-        tokens = [t for row in rows if row.source == name for t, m in zip(row.token_ids, row.loss_mask, strict=True) if m]
+        tokens = [
+            t
+            for row in rows
+            if row.source == name
+            for t, m in zip(row.token_ids, row.loss_mask, strict=True)
+            if m
+        ]
         assert (inside, supervised) == (sum(t in kept for t in tokens), len(tokens))
     assert [k for k, _ in coverage["by_size"]] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 400]
     assert all(share == build_vocab(description.total, k, END).coverage for k, share in coverage["by_size"])
@@ -81,7 +101,9 @@ def test_samples_are_the_first_row_of_each_source_then_the_second_of_each() -> N
 
 
 def test_a_sample_shows_the_text_in_runs_of_equal_mask(tokenizer: PreTrainedTokenizerBase) -> None:
-    prompt, answer = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("<|start|>user\nHi", "Hello<|end|>"))
+    prompt, answer = (
+        tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("<|start|>user\nHi", "Hello<|end|>")
+    )
     row = TokenRow("o:c", "chats", prompt + answer, [False] * len(prompt) + [True] * len(answer))
     (sample,) = describe_rows([row], tokenizer, V, END, 8).samples
     assert sample == {
@@ -94,7 +116,9 @@ def test_a_sample_shows_the_text_in_runs_of_equal_mask(tokenizer: PreTrainedToke
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
 def test_what_is_written_is_what_is_read(tmp_path: Path, num_rows: int) -> None:
-    written = described([TokenRow(f"r{i}", f'a "{i % 2}"/ü', [3, 4, i], [True, False, True]) for i in range(num_rows)])
+    written = described(
+        [TokenRow(f"r{i}", f'a "{i % 2}"/ü', [3, 4, i], [True, False, True]) for i in range(num_rows)]
+    )
     write_description(tmp_path, written)
     read = read_description(tmp_path)
     for name in ("figures", "samples", "end_of_turn_ids"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.config import DataConfig, SourceConfig
+from eagle3.config.data import DataConfig, SourceConfig
 from eagle3.data import encode
 from eagle3.data.encode import EncoderPool, Outcome, RowEncoder, Task, opening_key, tokens_key
 from eagle3.data.files import Record
@@ -20,16 +20,22 @@ WHOLE = Task("s", "", None, keep="answers")
 PROMPT = Task("s", "", None, keep="script")
 
 
-def outcome_of(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], task: Task = WHOLE, **settings: Any) -> Outcome:
+def outcome_of(
+    tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], task: Task = WHOLE, **settings: Any
+) -> Outcome:
     excluded = frozenset(settings.pop("excluded", ()))
-    (outcome,) = RowEncoder(tokenizer, DataConfig(**settings), excluded).encode([Record("f, line 1", row)], task)
+    (outcome,) = RowEncoder(tokenizer, DataConfig(**settings), excluded).encode(
+        [Record("f, line 1", row)], task
+    )
     return outcome
 
 
 def test_shards_are_the_same_for_any_number_of_workers(
     tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows: list[dict[str, Any]] = [{"prompt": f"p{i % 29}" * (i % 7 + 1), "response": "r" * (i % 11)} for i in range(60)]
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"p{i % 29}" * (i % 7 + 1), "response": "r" * (i % 11)} for i in range(60)
+    ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "heldout.jsonl").write_text('{"prompt": "p3p3p3p3"}\n')
     train, heldout = (SourceConfig(path=str(tmp_path / name)) for name in ("train.jsonl", "heldout.jsonl"))
@@ -84,7 +90,11 @@ def test_the_prompt_of_tokens_ends_where_their_last_answer_begins(tokenizer: Pre
         ({"input_ids": [5, 10**6, 7], "loss_mask": [0, 1, 1]}, {}, "bad_token_ids"),
         ({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]}, {}, "empty_mask"),
         ({"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}, {"max_prompt_tokens": 1}, "prompt_too_long"),
-        ({"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}, {"excluded": [tokens_key([5, 6])]}, "in_heldout"),
+        (
+            {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]},
+            {"excluded": [tokens_key([5, 6])]},
+            "in_heldout",
+        ),
         ({"prompt": "Hi\n there", "response": "x"}, {"excluded": [opening_key(" hi THERE ")]}, "in_heldout"),
         ({"prompt": "a" * (5 << 20), "response": "x"}, {}, "row_too_large"),
         ({"prompt": "a \ud800", "response": "x"}, {}, "bad_unicode"),

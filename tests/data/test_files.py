@@ -61,7 +61,10 @@ def test_a_file_at_a_url_is_read_as_one_on_the_disk(tmp_path: Path) -> None:
 
 def test_rows_keep_their_line_numbers_when_blank_lines_are_skipped(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"a": "\xc3\xa9"}\r\n\r\n   \r\n{"a": 2}')
-    assert [(r.where, r.row) for r in read(path)] == [("a.jsonl, line 1", {"a": "é"}), ("a.jsonl, line 4", {"a": 2})]
+    assert [(r.where, r.row) for r in read(path)] == [
+        ("a.jsonl, line 1", {"a": "é"}),
+        ("a.jsonl, line 4", {"a": 2}),
+    ]
 
 
 def test_line_separators_inside_strings_do_not_break_lines(tmp_path: Path) -> None:
@@ -92,16 +95,28 @@ def test_a_bad_line_is_one_records_fault(tmp_path: Path, line: bytes, reason: st
     assert said in bad.message
 
 
-def test_a_bad_element_of_a_list_is_one_records_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_element_of_a_list_is_one_records_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "MAX_ROW_BYTES", 100)
     data = b'[{"a": 1}, ["x"], {"a": "\xff"}, {"a": 1, "a": 2}, {"a": "' + b"x" * 200 + b'"}, 7, {"a": 2}]'
     records = read(write(tmp_path / "a.json", data))
-    assert [r.reason for r in records] == ["", "not_an_object", "not_utf8", "repeated_key", "row_too_large", "not_an_object", ""]
+    assert [r.reason for r in records] == [
+        "",
+        "not_an_object",
+        "not_utf8",
+        "repeated_key",
+        "row_too_large",
+        "not_an_object",
+        "",
+    ]
     assert records[-1] == Record("a.json, row 7", {"a": 2}, size=8)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64])
-def test_a_list_reads_the_same_in_blocks_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_a_list_reads_the_same_in_blocks_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     rows = [{"a": "]é}{[", "n": [1, 23]}, {"b": 4567}, {}]
     path = write(tmp_path / "a.json", json.dumps(rows, indent=2, ensure_ascii=False).encode() + b"\n")
     monkeypatch.setattr(files, "BLOCK_SIZE", size)
@@ -121,7 +136,11 @@ def test_a_bad_string_in_parquet_is_one_records_fault(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("a.jsonl", b"prompt,response\nHi,Hello\n", "none of the first 2 rows can be read as jsonl; line 1: not JSON"),
+        (
+            "a.jsonl",
+            b"prompt,response\nHi,Hello\n",
+            "none of the first 2 rows can be read as jsonl; line 1: not JSON",
+        ),
         (
             "a.jsonl",
             '{"prompt": "Hi"}\n'.encode("utf-16"),
@@ -139,7 +158,9 @@ def test_a_bad_string_in_parquet_is_one_records_fault(tmp_path: Path) -> None:
         ("a.jsonl", b"\xef\xbb\xbf\r\n\n", "has no rows"),
     ],
 )
-def test_a_file_that_is_not_of_its_format_is_an_error_that_names_it(tmp_path: Path, name: str, data: bytes, said: str) -> None:
+def test_a_file_that_is_not_of_its_format_is_an_error_that_names_it(
+    tmp_path: Path, name: str, data: bytes, said: str
+) -> None:
     path = write(tmp_path / name, data)
     with pytest.raises(ValueError, match=re.escape(said)) as e:
         read(path)
@@ -147,10 +168,18 @@ def test_a_file_that_is_not_of_its_format_is_an_error_that_names_it(tmp_path: Pa
 
 
 def test_a_missing_file_is_named_with_its_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"gone\.jsonl cannot be read \(No such file.*give a whole, readable jsonl file"):
+    with pytest.raises(
+        ValueError, match=r"gone\.jsonl cannot be read \(No such file.*give a whole, readable jsonl file"
+    ):
         list(read_file(str(tmp_path / "gone.jsonl"), "gone.jsonl"))
 
 
 def test_formats_go_by_the_name() -> None:
-    names = {"a.jsonl": "jsonl", "a.ndjson.xz": "jsonl", "b/c.json.gz": "json", "x.parquet": "parquet", "a.csv": None}
+    names = {
+        "a.jsonl": "jsonl",
+        "a.ndjson.xz": "jsonl",
+        "b/c.json.gz": "json",
+        "x.parquet": "parquet",
+        "a.csv": None,
+    }
     assert {name: file_format(name) for name in names} == names

@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 from eagle3.data.chat import EncodedRow, conversation_rows, encode_rows, prompt_row, text_spans
 from eagle3.data.conversations import BadRow, Conversation, Message, drop_trailing_answer
 from eagle3.data.template import TODAY
-from tests.data.formats import FORMATS, Format
+from tests.helpers.formats import FORMATS, Format
 
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "Now.", "parameters": {"type": "object"}}}
-CALL = {"id": "abcdef123", "type": "function", "function": {"name": "weather", "arguments": {"city": "Tromsø"}}}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Now.", "parameters": {"type": "object"}},
+}
+CALL = {
+    "id": "abcdef123",
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Tromsø"}},
+}
 
 
 def user(content: str) -> Message:
@@ -35,19 +42,44 @@ SINGLE = [user("Hi"), assistant("Hello!")]
 MULTI = [*SINGLE, user("Bye"), assistant("See you!")]
 TOOLS = [user("How is Tromsø?"), assistant(call=CALL), RESULT, assistant("It rains.")]
 THINKING = [user("Hi"), assistant("Hello!", "Greet."), user("Bye"), assistant("See you!", "Part.")]
-THINKING_TOOLS = [user("How?"), assistant(thoughts="Look.", call=CALL), RESULT, assistant("It rains.", "Tell.")]
+THINKING_TOOLS = [
+    user("How?"),
+    assistant(thoughts="Look.", call=CALL),
+    RESULT,
+    assistant("It rains.", "Tell."),
+]
 # Answers of each row. One row unless the template renders earlier turns otherwise.
 STABLE = {"single": [1], "multi": [2], "system": [2], "tools": [2]}
 ROWS: dict[str, dict[str, list[int]]] = {
     "smollm2": {"single": [1], "multi": [2], "system": [2]},
-    "qwen3": {"single": [1], "multi": [1, 1], "system": [1, 1], "tools": [1, 1], "thinking": [1, 1], "thinking_tools": [2]},
-    "qwen3-thinking": {"single": [1], "multi": [1, 1], "tools": [1, 1], "thinking": [1, 1], "thinking_tools": [2]},
+    "qwen3": {
+        "single": [1],
+        "multi": [1, 1],
+        "system": [1, 1],
+        "tools": [1, 1],
+        "thinking": [1, 1],
+        "thinking_tools": [2],
+    },
+    "qwen3-thinking": {
+        "single": [1],
+        "multi": [1, 1],
+        "tools": [1, 1],
+        "thinking": [1, 1],
+        "thinking_tools": [2],
+    },
     "llama3.1": STABLE,
     "gemma3": {"single": [1], "multi": [2], "system": [2]},
     "mistral": {"single": [1], "multi": [2], "system": [1, 1], "tools": [2]},
     "mistral-spaced": {"single": [1], "multi": [2], "system": [1, 1], "tools": [2]},
     "mistral-legacy": {"single": [1], "multi": [2], "system": [1, 1], "tools": [2]},
-    "gpt-oss": {"single": [1], "multi": [1, 1], "system": [1, 1], "tools": [2], "thinking": [1, 1], "thinking_tools": [2]},
+    "gpt-oss": {
+        "single": [1],
+        "multi": [1, 1],
+        "system": [1, 1],
+        "tools": [2],
+        "thinking": [1, 1],
+        "thinking_tools": [2],
+    },
     "deepseek-r1": {"single": [1], "multi": [2], "system": [2], "tools": [2], "thinking": [1, 1]},
 }
 CONVERSATIONS = {
@@ -72,15 +104,24 @@ class Case:
 
 def encoded(name: str, conversation: Conversation, thinking: bool | None = None) -> Case:
     tokenizer = FORMATS[name].tokenizer()
-    return Case(FORMATS[name], conversation, encode_rows(tokenizer, conversation_rows(tokenizer, conversation, thinking)))
+    return Case(
+        FORMATS[name],
+        conversation,
+        encode_rows(tokenizer, conversation_rows(tokenizer, conversation, thinking)),
+    )
 
 
 def supervised(case: Case) -> list[list[str]]:
-    return [[t for t, m in text_spans(case.form.tokenizer(), row.token_ids, row.loss_mask) if m] for row in case.rows]
+    return [
+        [t for t, m in text_spans(case.form.tokenizer(), row.token_ids, row.loss_mask) if m]
+        for row in case.rows
+    ]
 
 
 def decoded(case: Case, ids: list[int]) -> str:
-    return str(case.form.tokenizer().decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return str(
+        case.form.tokenizer().decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
 
 
 def rendered(form: Format, conversation: Conversation, num_messages: int, prompt: bool) -> str:
@@ -89,9 +130,16 @@ def rendered(form: Format, conversation: Conversation, num_messages: int, prompt
     for m in messages:
         m |= {"thinking": m["reasoning_content"]} if "reasoning_content" in m else {}
         if form.name == "deepseek-r1" and "tool_calls" in m:
-            m |= {"content": None, "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": '{"city": "Tromsø"}'}}]}
+            m |= {
+                "content": None,
+                "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": '{"city": "Tromsø"}'}}],
+            }
     text = form.tokenizer().apply_chat_template(
-        messages, tools=conversation.tools, tokenize=False, add_generation_prompt=prompt, strftime_now=TODAY.strftime
+        messages,
+        tools=conversation.tools,
+        tokenize=False,
+        add_generation_prompt=prompt,
+        strftime_now=TODAY.strftime,
     )
     return str(text)
 
@@ -137,7 +185,9 @@ def test_token_ids_are_those_of_the_whole_rendered_text(name: str) -> None:
 
 TAGS = {tag for f in FORMATS.values() for tag in (*f.special, *f.added) if tag.strip()}
 PIECES = [t[:k] for t in sorted(TAGS) for k in (1, -1)] + [t[1:] for t in sorted(TAGS)]
-WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from([" ", "\n", "Hello", "\ue000", "[INST"])
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
+    [" ", "\n", "Hello", "\ue000", "[INST"]
+)
 
 
 def contents(form: Format, tags: tuple[str, ...]) -> st.SearchStrategy[str]:
@@ -150,7 +200,9 @@ def contents(form: Format, tags: tuple[str, ...]) -> st.SearchStrategy[str]:
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_tags_in_contents_neither_become_control_tokens_nor_move_the_mask(name: str, data: st.DataObject) -> None:
+def test_tags_in_contents_neither_become_control_tokens_nor_move_the_mask(
+    name: str, data: st.DataObject
+) -> None:
     form, tokenizer = FORMATS[name], FORMATS[name].tokenizer()
     asked = contents(form, (*form.special, *form.added))
     # The model's own tokens, such as <think>, are its own to write.
@@ -165,8 +217,14 @@ def test_tags_in_contents_neither_become_control_tokens_nor_move_the_mask(name: 
         plain = [Message(role="system", content="x"), *plain]
     found, expected = (encoded(name, Conversation(m)) for m in (messages, plain))
 
-    assert [t for row in supervised(found) for t in row] == [form.written(m) for m in messages if m["role"] == "assistant"]
-    control = {tokenizer.convert_tokens_to_ids(t) for t in (*form.special, *form.added) if t not in ("\n\n", "<table>")}
+    assert [t for row in supervised(found) for t in row] == [
+        form.written(m) for m in messages if m["role"] == "assistant"
+    ]
+    control = {
+        tokenizer.convert_tokens_to_ids(t)
+        for t in (*form.special, *form.added)
+        if t not in ("\n\n", "<table>")
+    }
     assert [[t for t in row.token_ids if t in control] for row in found.rows] == [
         [t for t in row.token_ids if t in control] for row in expected.rows
     ]
@@ -183,7 +241,9 @@ def test_tags_in_tools_calls_and_results_stay_text(name: str) -> None:
         tool = {"type": "function", "function": {**WEATHER["function"], "description": tag}}
         call = {**CALL, "function": {"name": "weather", "arguments": {"city": tag}}}
         result = Message(role="tool", content=tag, tool_call_id="abcdef123")
-        found = encoded(name, Conversation([user("Hi"), assistant(call=call), result, assistant("Ok")], [tool]))
+        found = encoded(
+            name, Conversation([user("Hi"), assistant(call=call), result, assistant("Ok")], [tool])
+        )
         assert all(tag in decoded(found, row.token_ids) for row in found.rows)
         kept.append([[t for t in row.token_ids if t in control] for row in found.rows])
     assert kept[0] == kept[1]
@@ -193,7 +253,9 @@ def test_thoughts_and_calls_may_be_spelled_in_the_assistants_own_content() -> No
     inline = encoded("qwen3", Conversation([user("Hi"), assistant("<think>\nGreet.\n</think>\n\nHello!")]))
     given = encoded("qwen3", Conversation([user("Hi"), assistant("Hello!", "Greet.")]))
     assert inline.rows == given.rows
-    inline = encoded("deepseek-r1", Conversation([user("Hi"), assistant("<think>\nGreet.\n</think>\n\nHello!")]))
+    inline = encoded(
+        "deepseek-r1", Conversation([user("Hi"), assistant("<think>\nGreet.\n</think>\n\nHello!")])
+    )
     given = encoded("deepseek-r1", Conversation([user("Hi"), assistant("Hello!", "Greet.")]))
     opened = encoded("deepseek-r1", Conversation([user("Hi"), assistant("Greet.\n</think>\n\nHello!")]))
     assert inline.rows == given.rows == opened.rows
@@ -205,7 +267,9 @@ def test_thoughts_and_calls_may_be_spelled_in_the_assistants_own_content() -> No
 def test_thinking_off_shows_the_empty_block_and_no_thoughts(thoughts: str) -> None:
     found = encoded("qwen3", Conversation([user("Hi"), assistant("Hello!", thoughts)]), thinking=False)
     assert supervised(found) == [["Hello!<|im_end|>"]]
-    (prompt,) = encode_rows(found.form.tokenizer(), [prompt_row(found.form.tokenizer(), Conversation([user("Hi")]), False)])
+    (prompt,) = encode_rows(
+        found.form.tokenizer(), [prompt_row(found.form.tokenizer(), Conversation([user("Hi")]), False)]
+    )
     assert decoded(found, prompt.token_ids).endswith("assistant\n<think>\n\n</think>\n\n")
     assert found.rows[0].token_ids[: len(prompt.token_ids)] == prompt.token_ids
 
@@ -218,7 +282,9 @@ def test_thinking_off_shows_the_empty_block_and_no_thoughts(thoughts: str) -> No
         ("mistral", [user("a"), assistant(call={**CALL, "id": "1"})], "template_refuses"),
     ],
 )
-def test_what_the_template_cannot_write_is_refused_by_reason(name: str, messages: list[Message], reason: str) -> None:
+def test_what_the_template_cannot_write_is_refused_by_reason(
+    name: str, messages: list[Message], reason: str
+) -> None:
     with pytest.raises(BadRow, match="the chat template") as e:
         encoded(name, Conversation(messages))
     assert e.value.reason == reason

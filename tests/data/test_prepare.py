@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.config import DataConfig, SourceConfig
+from eagle3.config.data import DataConfig, SourceConfig
 from eagle3.data.chat import conversation_rows, encode_rows, render_prompt
 from eagle3.data.conversations import Conversation
 from eagle3.data.prepare import prepare_shards
 from eagle3.data.script import Script
-from eagle3.shards import read_token_shard, summarise_rows
-from tests.data.workplace import CHAT, Workplace, all_rows, messages_of, write_rows
+from eagle3.shards.tokens import read_token_shard, summarise_rows
+from tests.helpers.workplace import CHAT, Workplace, all_rows, messages_of, write_rows
 
 RECIPES = Path(__file__).parents[2] / "workflows" / "recipes"
 
@@ -29,7 +29,9 @@ def test_regeneration_keeps_first_prompts_and_the_users_further_turns(
     assert Script.from_json(rows[1].script).turns == [[messages_of(CHAT)[2]]]
 
 
-def test_heldout_prompts_are_last_turns_behind_their_own_history(place: Workplace, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_heldout_prompts_are_last_turns_behind_their_own_history(
+    place: Workplace, tokenizer: PreTrainedTokenizerBase
+) -> None:
     prepared = place.prepare([{"prompt": "a"}], heldout=[CHAT])
     (row,) = read_token_shard(prepared.heldout.path)
     assert (row.token_ids, row.script) == (render_prompt(tokenizer, messages_of(CHAT)[:3]), "")
@@ -39,22 +41,32 @@ def test_rows_that_offer_tools_fill_shards_of_their_own(place: Workplace) -> Non
     tool = {"name": "weather", "parameters": {"type": "object"}}
     rows = [{"prompt": f"{word}?", "tools": [tool] if i % 2 else None} for i, word in enumerate("abcdefgh")]
     prepared = place.prepare(rows, rows_per_shard=3, min_shards=4)
-    assert [file.summary.rows for file in prepared.shards] == [file.summary.rows for file in prepared.tool_tasks] == [3, 1]
+    assert (
+        [file.summary.rows for file in prepared.shards]
+        == [file.summary.rows for file in prepared.tool_tasks]
+        == [3, 1]
+    )
     assert prepared.report["prompts"]["train"] == 8
     assert {row.script for row in all_rows(prepared)} == {""}
-    scripts = [Script.from_json(row.script) for file in prepared.tool_tasks for row in read_token_shard(file.path)]
+    scripts = [
+        Script.from_json(row.script) for file in prepared.tool_tasks for row in read_token_shard(file.path)
+    ]
     assert [script.messages[0]["content"] for script in scripts] == ["b?", "d?", "f?", "h?"]
     whole = place.prepare([{**row, "response": "x"} for row in rows], regenerate=False, rows_per_shard=3)
     assert (len(whole.shards), whole.tool_tasks) == (3, [])
 
 
-def test_without_regeneration_rows_are_whole_conversations(place: Workplace, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_without_regeneration_rows_are_whole_conversations(
+    place: Workplace, tokenizer: PreTrainedTokenizerBase
+) -> None:
     rows = all_rows(place.prepare([CHAT], regenerate=False))
     (expected,) = encode_rows(tokenizer, conversation_rows(tokenizer, Conversation(messages_of(CHAT))))
     assert [(r.token_ids, r.loss_mask) for r in rows] == [(expected.token_ids, expected.loss_mask)]
 
 
-def test_heldout_rows_are_prompts_in_either_mode(place: Workplace, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_heldout_rows_are_prompts_in_either_mode(
+    place: Workplace, tokenizer: PreTrainedTokenizerBase
+) -> None:
     for regenerate in (True, False):
         prepared = place.prepare([CHAT], regenerate, heldout=[{"prompt": "a", "response": "b"}])
         (row,) = read_token_shard(prepared.heldout.path)
@@ -65,8 +77,15 @@ def test_heldout_rows_are_prompts_in_either_mode(place: Workplace, tokenizer: Pr
 def test_summaries_and_report_count_what_the_files_hold(place: Workplace) -> None:
     rows = [{"prompt": f"p{i}", "response": "r" * (i + 1)} for i in range(5)]
     prepared = place.prepare(rows, regenerate=False, rows_per_shard=2)
-    assert [f.summary for f in prepared.shards] == [summarise_rows(read_token_shard(f.path)) for f in prepared.shards]
-    assert place.written() == ["heldout.parquet", "shard-00000.parquet", "shard-00001.parquet", "shard-00002.parquet"]
+    assert [f.summary for f in prepared.shards] == [
+        summarise_rows(read_token_shard(f.path)) for f in prepared.shards
+    ]
+    assert place.written() == [
+        "heldout.parquet",
+        "shard-00000.parquet",
+        "shard-00001.parquet",
+        "shard-00002.parquet",
+    ]
     report = prepared.report
     kept = all_rows(prepared)
     assert (report["rows_read"], report["rows_kept"], report["dropped"], report["truncated"]) == (5, 5, {}, 0)
@@ -82,7 +101,10 @@ def test_summaries_and_report_count_what_the_files_hold(place: Workplace) -> Non
 def test_appended_rows_leave_earlier_shards_alone(place: Workplace) -> None:
     rows = [{"prompt": f"p{i}"} for i in range(7)]
     before = [f.summary.digest for f in place.prepare(rows, rows_per_shard=2).shards]
-    after = [f.summary.digest for f in place.prepare([*rows, {"prompt": "p7"}, {"prompt": "p8"}], rows_per_shard=2).shards]
+    after = [
+        f.summary.digest
+        for f in place.prepare([*rows, {"prompt": "p7"}, {"prompt": "p8"}], rows_per_shard=2).shards
+    ]
     assert len(before) == 4
     assert len(after) == 5
     assert after[:3] == before[:3]
@@ -123,22 +145,39 @@ class TestSeveralSources:
         def make(num_rows: dict[str, int], **settings: Any) -> list[SourceConfig]:
             made = []
             for name, rows in num_rows.items():
-                path = write_rows(place.root / f"{name}.jsonl", [{"prompt": f"{name}{i}", "response": "x"} for i in range(rows)])
-                made.append(SourceConfig(path=str(path), name=name, **{k: v[name] for k, v in settings.items()}))
+                path = write_rows(
+                    place.root / f"{name}.jsonl",
+                    [{"prompt": f"{name}{i}", "response": "x"} for i in range(rows)],
+                )
+                made.append(
+                    SourceConfig(path=str(path), name=name, **{k: v[name] for k, v in settings.items()})
+                )
             return made
 
         return make
 
-    def test_without_weights_each_source_fills_shards_of_its_own(self, place: Workplace, sources: Any) -> None:
+    def test_without_weights_each_source_fills_shards_of_its_own(
+        self, place: Workplace, sources: Any
+    ) -> None:
         prepared = place.prepare_sources(sources({"a": 3, "b": 2, "c": 1}), rows_per_shard=2)
-        assert [[r.source for r in read_token_shard(f.path)] for f in prepared.shards] == [["a", "a"], ["a"], ["b", "b"], ["c"]]
+        assert [[r.source for r in read_token_shard(f.path)] for f in prepared.shards] == [
+            ["a", "a"],
+            ["a"],
+            ["b", "b"],
+            ["c"],
+        ]
         figures = prepared.report["sources"]
         assert {name: figures[name]["rows_kept"] for name in figures} == {"a": 3, "b": 2, "c": 1}
         before = [f.summary.digest for f in prepared.shards]
-        after = [f.summary.digest for f in place.prepare_sources(sources({"a": 4, "b": 2, "c": 1}), rows_per_shard=2).shards]
+        after = [
+            f.summary.digest
+            for f in place.prepare_sources(sources({"a": 4, "b": 2, "c": 1}), rows_per_shard=2).shards
+        ]
         assert (before[0], before[2:]) == (after[0], after[2:])
 
-    def test_weights_are_shares_of_the_rows_until_a_source_is_used_up(self, place: Workplace, sources: Any) -> None:
+    def test_weights_are_shares_of_the_rows_until_a_source_is_used_up(
+        self, place: Workplace, sources: Any
+    ) -> None:
         made = sources({"a": 400, "b": 400, "c": 400}, weight={"a": 6, "b": 3, "c": 1})
         prepared = place.prepare_sources(made)
         names = [r.source for r in all_rows(prepared)]
@@ -179,13 +218,17 @@ class TestSeveralSources:
         a, b = all_rows(place.prepare_sources(made, regenerate=True))
         assert (any(a.loss_mask), any(b.loss_mask)) == (False, True)
 
-    def test_one_source_that_is_mostly_dropped_is_an_error_however_large_the_others(self, place: Workplace, sources: Any) -> None:
+    def test_one_source_that_is_mostly_dropped_is_an_error_however_large_the_others(
+        self, place: Workplace, sources: Any
+    ) -> None:
         bad = write_rows(place.root / "bad.jsonl", [{"text": "?"}, {"prompt": "x"}, {"text": "?"}])
         with pytest.raises(ValueError, match=r"bad\.jsonl: 2 of 3 rows dropped \(no_conversation 2\)"):
             place.prepare_sources([*sources({"a": 50}), SourceConfig(path=str(bad))])
 
     def test_weights_for_some_sources_only_are_an_error(self, place: Workplace, sources: Any) -> None:
-        with pytest.raises(ValueError, match=r"all sources must have a weight above 0, or none, got none for b; add it"):
+        with pytest.raises(
+            ValueError, match=r"all sources must have a weight above 0, or none, got none for b; add it"
+        ):
             place.prepare_sources(sources({"a": 1, "b": 1}, weight={"a": 1, "b": 0}))
 
     def test_two_sources_of_one_name_are_an_error(self, place: Workplace, sources: Any) -> None:
@@ -197,7 +240,13 @@ class TestSeveralSources:
 def test_prompts_of_further_evaluation_sets_are_kept_out_too(place: Workplace) -> None:
     path = write_rows(place.root / "bench.jsonl", [{"question": "What is  one\nand two?"}])
     rows = [{"prompt": "what is ONE and two?"}, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}]
-    later = {"messages": [{"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}, *CHAT["messages"][2:]]}
+    later = {
+        "messages": [
+            {"role": "user", "content": "d"},
+            {"role": "assistant", "content": "e"},
+            *CHAT["messages"][2:],
+        ]
+    }
     later["messages"][2] = {"role": "user", "content": "What is one and two?"}
     prepared = place.prepare([*rows, later], excluded=[SourceConfig(path=str(path))])
     assert prepared.report["dropped"] == {"in_heldout": 2}
@@ -205,7 +254,9 @@ def test_prompts_of_further_evaluation_sets_are_kept_out_too(place: Workplace) -
 
 
 def test_a_conversation_and_its_beginning_have_one_opening(place: Workplace) -> None:
-    rows = all_rows(place.prepare([CHAT, {"messages": CHAT["messages"][:2]}, {"prompt": "other", "response": "x"}], False))
+    rows = all_rows(
+        place.prepare([CHAT, {"messages": CHAT["messages"][:2]}, {"prompt": "other", "response": "x"}], False)
+    )
     openings = [r.sample_id.partition(":")[0] for r in rows]
     assert openings[0] == openings[1] != openings[2]
     assert len({r.sample_id for r in rows}) == 3

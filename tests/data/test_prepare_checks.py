@@ -8,18 +8,25 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.config import SourceConfig
+from eagle3.config.data import SourceConfig
 from eagle3.data.chat import render_prompt
 from eagle3.data.conversations import Conversation
-from tests.data.tiny import train_tokenizer
-from tests.data.workplace import CHAT, Workplace, all_rows, messages_of
+from tests.helpers.tiny_tokenizer import train_tokenizer
+from tests.helpers.workplace import CHAT, Workplace, all_rows, messages_of
 
 
 def test_duplicates_are_dropped_and_counted(place: Workplace) -> None:
-    rows = [{"id": 1, "prompt": "a"}, {"prompt": "b"}, {"id": 3, "prompt": "a"}, {"prompt": "a", "response": "x"}]
+    rows = [
+        {"id": 1, "prompt": "a"},
+        {"prompt": "b"},
+        {"id": 3, "prompt": "a"},
+        {"prompt": "a", "response": "x"},
+    ]
     prepared = place.prepare(rows)
     assert prepared.report["dropped"] == {"duplicate": 2}
-    assert [r.sample_id for r in all_rows(prepared)] == [r.sample_id for r in all_rows(place.prepare(rows[:2]))]
+    assert [r.sample_id for r in all_rows(prepared)] == [
+        r.sample_id for r in all_rows(place.prepare(rows[:2]))
+    ]
 
 
 def test_equal_prompts_with_different_answers_are_not_duplicates(place: Workplace) -> None:
@@ -28,14 +35,20 @@ def test_equal_prompts_with_different_answers_are_not_duplicates(place: Workplac
 
 
 @pytest.mark.parametrize("regenerate", [True, False])
-def test_training_rows_that_open_like_a_heldout_prompt_are_dropped_and_counted(place: Workplace, regenerate: bool) -> None:
+def test_training_rows_that_open_like_a_heldout_prompt_are_dropped_and_counted(
+    place: Workplace, regenerate: bool
+) -> None:
     rows = [{"prompt": "new", "response": "x"}, {"prompt": "a", "response": "x"}, CHAT]
-    prepared = place.prepare(rows, regenerate, heldout=[{"prompt": " a\n"}, {"prompt": "one"}], max_dropped_share=0.7)
+    prepared = place.prepare(
+        rows, regenerate, heldout=[{"prompt": " a\n"}, {"prompt": "one"}], max_dropped_share=0.7
+    )
     assert prepared.report["dropped"] == {"in_heldout": 2}
     assert prepared.report["rows_kept"] == 1
 
 
-def test_a_prompt_longer_than_the_limit_is_dropped_and_counted(place: Workplace, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_prompt_longer_than_the_limit_is_dropped_and_counted(
+    place: Workplace, tokenizer: PreTrainedTokenizerBase
+) -> None:
     limit = len(render_prompt(tokenizer, messages_of({"prompt": "aaa"})))
     rows = [{"prompt": "a" * n, "response": "b" * 50} for n in (1, 3, 4)]
     heldout = [{"prompt": "c" * n} for n in (1, 90)]
@@ -50,7 +63,11 @@ def test_long_rows_are_truncated_and_counted_and_empty_masks_dropped(
     place: Workplace, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     num_prompt = len(render_prompt(tokenizer, messages_of({"prompt": "a"})))
-    rows = [{"prompt": "a", "response": "xyz"}, {"prompt": "a", "response": "x"}, {"prompt": "aa", "response": "xyz"}]
+    rows = [
+        {"prompt": "a", "response": "xyz"},
+        {"prompt": "a", "response": "x"},
+        {"prompt": "aa", "response": "xyz"},
+    ]
     prepared = place.prepare(rows, regenerate=False, max_tokens=num_prompt + 2)
     # "aa" is one token longer: only its first answer token fits, which no loss trains.
     assert prepared.report["dropped"] == {"empty_mask": 1}
@@ -79,11 +96,17 @@ def test_more_dropped_rows_than_allowed_is_an_error_with_counts_by_reason(place:
             "5 usable rows of 5 fill 2 shards of data.rows_per_shard = 4, data.min_shards = 3 are required; "
             "add rows or lower data.rows_per_shard to 1 or data.min_shards",
         ),
-        (2, {"rows_per_shard": 1, "min_shards": 3}, "2 usable rows of 2 fill 2 shards of data.rows_per_shard = 1"),
+        (
+            2,
+            {"rows_per_shard": 1, "min_shards": 3},
+            "2 usable rows of 2 fill 2 shards of data.rows_per_shard = 1",
+        ),
         (2, {"rows_per_shard": 1, "min_shards": 3}, "add rows or lower data.min_shards"),
     ],
 )
-def test_fewer_shards_than_required_is_an_error(place: Workplace, num_rows: int, settings: dict[str, int], said: str) -> None:
+def test_fewer_shards_than_required_is_an_error(
+    place: Workplace, num_rows: int, settings: dict[str, int], said: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as e:
         place.prepare([{"prompt": f"p{i}"} for i in range(num_rows)], **settings)
     assert str(e.value).startswith(str(place.root / "train.jsonl"))
@@ -93,7 +116,10 @@ def test_fewer_shards_than_required_is_an_error(place: Workplace, num_rows: int,
 def test_rows_dropped_later_count_for_the_shards_too(place: Workplace) -> None:
     rows = [{"prompt": f"p{i}"} for i in range(3)] + [{"prompt": "p0"}]
     assert place.prepare(rows, rows_per_shard=2, min_shards=2).report["rows_kept"] == 3
-    with pytest.raises(ValueError, match=r"3 usable rows of 4 fill 3 shards of data\.rows_per_shard = 1, data\.min_shards = 4"):
+    with pytest.raises(
+        ValueError,
+        match=r"3 usable rows of 4 fill 3 shards of data\.rows_per_shard = 1, data\.min_shards = 4",
+    ):
         place.prepare(rows, rows_per_shard=1, min_shards=4)
 
 
@@ -149,13 +175,20 @@ def test_a_row_that_breaks_a_template_in_an_unforeseen_way_does_not_end_the_run(
     from eagle3.data import encode
 
     def trip(tokenizer: Any, conversation: Conversation, thinking: bool | None) -> Any:
-        return 1 / 0 if conversation.messages[0]["content"] == "a" else prompt_row(tokenizer, conversation, thinking)
+        return (
+            1 / 0
+            if conversation.messages[0]["content"] == "a"
+            else prompt_row(tokenizer, conversation, thinking)
+        )
 
     prompt_row = encode.prompt_row
     monkeypatch.setattr(encode, "prompt_row", trip)
     report = place.prepare([{"prompt": "a"}, {"prompt": "b"}]).report
     assert report["dropped"] == {"failed": 1}
-    assert report["sources"]["train.jsonl"]["examples"]["failed"][0]["message"] == "ZeroDivisionError: division by zero"
+    assert (
+        report["sources"]["train.jsonl"]["examples"]["failed"][0]["message"]
+        == "ZeroDivisionError: division by zero"
+    )
 
 
 def test_a_source_cut_off_in_the_middle_is_an_error_and_nothing_is_left_behind(place: Workplace) -> None:

@@ -6,12 +6,16 @@ from typing import Any, get_args
 
 import pytest
 
-from eagle3.config import PRESETS_WITHOUT_PLACE, PresetName, SourceConfig
+from eagle3.config.data import PRESETS_WITHOUT_PLACE, PresetName, SourceConfig
 from eagle3.data.conversations import Conversation, to_conversation
 from eagle3.data.presets import PRESETS
 from eagle3.data.sources import hub_parts, read_source, source_name
 
-WEATHER = {"name": "Get Weather", "description": "", "parameters": {"type": "dict", "properties": {"city": {"type": "string"}}}}
+WEATHER = {
+    "name": "Get Weather",
+    "description": "",
+    "parameters": {"type": "dict", "properties": {"city": {"type": "string"}}},
+}
 TOOLACE = {
     "system": 'You can call functions. Here is a list of them:\n[{"name": "Get Weather", "description": "", '
     '"parameters": {"type": "dict", "properties": {"city": {"type": "string"}}}}]\nPut calls as [f(a=b)].',
@@ -44,7 +48,9 @@ def conversation_of(preset: str, row: dict[str, Any], tmp_path: Path) -> Convers
             "sharegpt",
             {
                 "id": "x_3",
-                "conversations": [{"from": f, "value": v} for f, v in (("gpt", "…tail"), ("human", "Hi"), ("gpt", "Hello"))],
+                "conversations": [
+                    {"from": f, "value": v} for f, v in (("gpt", "…tail"), ("human", "Hi"), ("gpt", "Hello"))
+                ],
             },
             ["user: Hi", "assistant: Hello"],
         ),
@@ -70,12 +76,17 @@ def conversation_of(preset: str, row: dict[str, Any], tmp_path: Path) -> Convers
         ),
         (
             "open_perfectblend",
-            {"conversations": [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}], "source": "maths"},
+            {
+                "conversations": [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}],
+                "source": "maths",
+            },
             ["user: 1+1", "assistant: 2"],
         ),
     ],
 )
-def test_rows_of_each_data_set_become_conversations(preset: str, row: dict[str, Any], said: list[str], tmp_path: Path) -> None:
+def test_rows_of_each_data_set_become_conversations(
+    preset: str, row: dict[str, Any], said: list[str], tmp_path: Path
+) -> None:
     messages = conversation_of(preset, row, tmp_path).messages
     assert [f"{m['role']}: {m['content']}" for m in messages] == said
 
@@ -92,9 +103,14 @@ def test_toolace_functions_become_tools_and_its_calls_tool_calls(tmp_path: Path)
     assert conversation.messages[3]["content"] == "Yes [both]."
 
 
-@pytest.mark.parametrize("text", ["[f(1)]", "[1, 2]", "[f(a=b)]", "[f(a=1), 2]", '[f(a="x), g("]', "[f(a=1)", "See [1] (a)."])
+@pytest.mark.parametrize(
+    "text", ["[f(1)]", "[1, 2]", "[f(a=b)]", "[f(a=1), 2]", '[f(a="x), g("]', "[f(a=1)", "See [1] (a)."]
+)
 def test_toolace_text_that_is_no_list_of_calls_stays_text(text: str) -> None:
-    row = {"system": "Be brief.", "conversations": [{"from": "user", "value": "x"}, {"from": "assistant", "value": text}]}
+    row = {
+        "system": "Be brief.",
+        "conversations": [{"from": "user", "value": "x"}, {"from": "assistant", "value": text}],
+    }
     conversation = to_conversation(PRESETS["toolace"].map_row(row))
     assert isinstance(conversation, Conversation)
     assert [m["content"] for m in conversation.messages] == ["Be brief.", "x", text]
@@ -142,7 +158,11 @@ def test_bfcl_questions_become_user_turns_and_its_types_those_of_json_schema() -
     unchanged = json.dumps(given)
     conversation = to_conversation(PRESETS["bfcl"].map_row(given))
     assert isinstance(conversation, Conversation)
-    assert [f"{m['role']}: {m['content']}" for m in conversation.messages] == ["system: Be brief.", "user: A room?", "user: Two?"]
+    assert [f"{m['role']}: {m['content']}" for m in conversation.messages] == [
+        "system: Be brief.",
+        "user: A room?",
+        "user: Two?",
+    ]
     assert conversation.tools is not None
     assert [tool["function"]["name"] for tool in conversation.tools] == ["hotel.book"]
     assert [tool["function"]["parameters"] for tool in conversation.tools] == [BOOKING_SCHEMA]

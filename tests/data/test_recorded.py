@@ -21,7 +21,11 @@ def calling(*calls: dict[str, Any]) -> Message:
 
 
 def result(content: str, number: str = "") -> Message:
-    return Message(role="tool", content=content, tool_call_id=number) if number else Message(role="tool", content=content)
+    return (
+        Message(role="tool", content=content, tool_call_id=number)
+        if number
+        else Message(role="tool", content=content)
+    )
 
 
 ASKED = Message(role="user", content="Tell me.")
@@ -76,7 +80,14 @@ def test_the_same_call_gets_its_results_in_order_and_then_the_last_again() -> No
 
 
 def test_a_call_that_was_never_recorded_has_no_result() -> None:
-    turns = [result("before any call"), ASKED, calling(ROME, OSLO), result("sun"), ASKED, result("behind a user's turn")]
+    turns = [
+        result("before any call"),
+        ASKED,
+        calling(ROME, OSLO),
+        result("sun"),
+        ASKED,
+        result("behind a user's turn"),
+    ]
     recorded = Recorded.of(turns)
     assert recorded.results == {key_of(ROME): ["sun"]}
     for other in (OSLO, call("climate", city="Rome"), call("weather"), call("weather", city="Rome", days=1)):
@@ -99,7 +110,9 @@ def test_a_call_that_was_never_recorded_has_no_result() -> None:
         ({"a": None}, {}, False),
     ],
 )
-def test_arguments_that_mean_the_same_ask_the_same(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
+def test_arguments_that_mean_the_same_ask_the_same(
+    one: dict[str, Any], other: dict[str, Any], same: bool
+) -> None:
     assert (key_of(call("f", **one)) == key_of(call("f", **other))) == same
 
 
@@ -109,17 +122,30 @@ VALUES = st.recursive(
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(codec="utf-8")),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 NAMES = st.sampled_from(["f", "g"])
 
 
 @given(
-    st.lists(st.tuples(NAMES, st.dictionaries(st.sampled_from("ab"), VALUES, max_size=2), st.text(st.characters(codec="utf-8"))))
+    st.lists(
+        st.tuples(
+            NAMES,
+            st.dictionaries(st.sampled_from("ab"), VALUES, max_size=2),
+            st.text(st.characters(codec="utf-8")),
+        )
+    )
 )
-def test_what_was_recorded_survives_json_and_every_call_finds_its_results(calls: list[tuple[str, dict[str, Any], str]]) -> None:
-    turns = [turn for name, arguments, said in calls for turn in (calling(call(name, **arguments)), result(said))]
+def test_what_was_recorded_survives_json_and_every_call_finds_its_results(
+    calls: list[tuple[str, dict[str, Any], str]],
+) -> None:
+    turns = [
+        turn for name, arguments, said in calls for turn in (calling(call(name, **arguments)), result(said))
+    ]
     recorded = Recorded.of([ASKED, *turns])
     again = Recorded.from_json(recorded.to_json())
     assert again.results == recorded.results

@@ -17,9 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle3.config import DataConfig, SourceConfig
-from eagle3.data.sources import hub_parts, pin_sources, read_source, resolve_source, source_name, without_places
-from tests.signed_server import SIGNATURE, signed_server
+from eagle3.config.data import DataConfig, SourceConfig
+from eagle3.data.sources import (
+    hub_parts,
+    pin_sources,
+    read_source,
+    resolve_source,
+    source_name,
+    without_places,
+)
+from tests.helpers.signed_server import SIGNATURE, signed_server
 
 
 def write(path: Path, *prompts: str) -> Path:
@@ -48,7 +55,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     config += ["  - split: test\n    path: main/test.jsonl", "---", ""]
     (tmp_path / "org/chats/README.md").write_text("\n".join(config))
     commits: dict[str | None, str] = {None: "c0", "v1": "c1"}
-    monkeypatch.setattr(HfApi, "dataset_info", lambda _, name, revision, timeout: SimpleNamespace(sha=commits[revision]))
+    monkeypatch.setattr(
+        HfApi, "dataset_info", lambda _, name, revision, timeout: SimpleNamespace(sha=commits[revision])
+    )
     return commits
 
 
@@ -65,11 +74,15 @@ def test_a_hub_data_set_is_its_commit(hub: Any) -> None:
     assert resolve_source(SourceConfig(path="org/chats:train"))[1] == "c2"
 
 
-def test_the_pinned_commit_is_what_datasets_is_asked_for(hub: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_pinned_commit_is_what_datasets_is_asked_for(
+    hub: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import datasets
 
     asked: list[Any] = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or iter([{"prompt": "x"}]))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or iter([{"prompt": "x"}])
+    )
     sources = [
         SourceConfig(path="org/chats:short:train", revision="v1"),
         SourceConfig(path=str(write(tmp_path / "a.jsonl", "a"))),
@@ -81,7 +94,9 @@ def test_the_pinned_commit_is_what_datasets_is_asked_for(hub: Any, monkeypatch: 
 
 
 @pytest.mark.parametrize("path", ["org/chats:nosplit", "org/gone:train", "org/chats:nosubset:train"])
-def test_a_hub_data_set_that_is_not_there_is_an_error(hub: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_a_hub_data_set_that_is_not_there_is_an_error(
+    hub: Any, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises((ValueError, ConnectionError), match=re.escape(path.partition(":")[0])):
@@ -109,7 +124,9 @@ def test_a_directory_at_a_url_is_read_and_identified_as_one_on_the_disk(tmp_path
         with fsspec.open(f"memory://store/rows/{name}", "wb") as f:
             f.write(path.read_bytes())
     assert prompts_of(path="memory://store/rows") == prompts_of(path=str(tmp_path / "rows"))
-    here, there = (resolve_source(SourceConfig(path=p))[1] for p in (str(tmp_path / "rows"), "memory://store/rows"))
+    here, there = (
+        resolve_source(SourceConfig(path=p))[1] for p in (str(tmp_path / "rows"), "memory://store/rows")
+    )
     assert here == there
 
 
@@ -170,7 +187,9 @@ def signed(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "rows.jsonl.gz"])
-def test_a_pre_signed_file_is_read_by_its_own_format_and_named_without_its_signature(signed: Any, name: str) -> None:
+def test_a_pre_signed_file_is_read_by_its_own_format_and_named_without_its_signature(
+    signed: Any, name: str
+) -> None:
     rows, file = [{"prompt": "one"}, {"prompt": "two"}], signed.directory / name
     if name.endswith(".parquet"):
         pq.write_table(pa.Table.from_pylist(rows), file)
@@ -195,7 +214,12 @@ def test_another_signature_is_the_same_source_in_all_keys(signed: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "signature"),
-    [("rows.jsonl", "s3cr3t-old"), ("none.jsonl", "s3cr3t"), ("bad.jsonl", "s3cr3t"), ("bad.parquet", "s3cr3t")],
+    [
+        ("rows.jsonl", "s3cr3t-old"),
+        ("none.jsonl", "s3cr3t"),
+        ("bad.jsonl", "s3cr3t"),
+        ("bad.parquet", "s3cr3t"),
+    ],
 )
 def test_what_is_wrong_with_a_signed_url_is_said_without_its_signature(
     signed: Any, name: str, signature: str, caplog: pytest.LogCaptureFixture
@@ -204,7 +228,9 @@ def test_what_is_wrong_with_a_signed_url_is_said_without_its_signature(
     for bad in ("bad.jsonl", "bad.parquet"):
         (signed.directory / bad).write_text("no rows")
     source = SourceConfig(path=f"{signed.url}/{name}?{SIGNATURE}={signature}")
-    with pytest.raises(ValueError, match=f"{name} is refused .*signed anew" if signature == "s3cr3t-old" else name) as e:
+    with pytest.raises(
+        ValueError, match=f"{name} is refused .*signed anew" if signature == "s3cr3t-old" else name
+    ) as e:
         list(read_source(source))
     assert "s3cr3t" not in "".join(traceback.format_exception(e.value)) + caplog.text
 

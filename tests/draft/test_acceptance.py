@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eagle3.batch import pack_rows
 from eagle3.draft.acceptance import AcceptanceCounts, walk, walk_batch
+from eagle3.draft.batch import pack_rows
 from eagle3.draft.decode import ReferenceDraft, speculative_generate
-from eagle3.hidden_states import HiddenStateRow, last_state_positions
-from tests.draft.factories import draft_config, draft_mapping, draft_tensors, tiny_target
+from eagle3.shards.hidden_states import HiddenStateRow, last_state_positions
+from tests.helpers.factories import draft_config, draft_mapping, draft_tensors, tiny_target
 
 VOCAB = 7
 
@@ -77,7 +77,9 @@ def target_with_texts(model_type: str) -> tuple[PreTrainedModel, list[tuple[list
     return target, texts
 
 
-def forced_hits(target: PreTrainedModel, draft: ReferenceDraft, tokens: list[int], first: int, last: int, k: int) -> Tensor:
+def forced_hits(
+    target: PreTrainedModel, draft: ReferenceDraft, tokens: list[int], first: int, last: int, k: int
+) -> Tensor:
     """[k, last - 1] hits by the reference draft, fed the tokens that stand there; slots before the answer stay False."""
     with torch.no_grad():
         states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
@@ -118,7 +120,9 @@ def test_the_walk_gives_the_counts_of_speculative_decoding_exactly(model_type: s
 def row(length: int, loss_mask: str) -> HiddenStateRow:
     mask = torch.tensor([c == "1" for c in loss_mask])
     positions = last_state_positions(mask)
-    return HiddenStateRow("r", torch.arange(length), mask, torch.zeros(length, 1, 2), torch.zeros(len(positions), 2), positions)
+    return HiddenStateRow(
+        "r", torch.arange(length), mask, torch.zeros(length, 1, 2), torch.zeros(len(positions), 2), positions
+    )
 
 
 def test_each_turn_of_each_row_is_walked_on_its_own() -> None:

@@ -8,12 +8,20 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from eagle3.draft import attention
-from eagle3.draft.attention import StepZeroKeys, dense_attention, flex_attention_form, flex_mask, unroll_attention
+from eagle3.draft.attention import (
+    StepZeroKeys,
+    dense_attention,
+    flex_attention_form,
+    flex_mask,
+    unroll_attention,
+)
 
 CPU = torch.device("cpu")
 
 
-def slow_attention(q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: StepZeroKeys) -> Tensor:
+def slow_attention(
+    q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: StepZeroKeys
+) -> Tensor:
     """One query and one head at a time: softmax over the row's keys up to the slot and the slot's own keys."""
     num_heads, size = q.shape[1:]
     out = []
@@ -46,7 +54,12 @@ def dense_flex(
 def tiles_of(block_mask: Any, count: int, length: int) -> Tensor:
     """[count, length] bool: pairs inside a tile that the mask visits."""
     tile = attention.FLEX_BLOCK
-    return block_mask.to_dense()[0, 0].bool().repeat_interleave(tile, 0).repeat_interleave(tile, 1)[:count, :length]
+    return (
+        block_mask.to_dense()[0, 0]
+        .bool()
+        .repeat_interleave(tile, 0)
+        .repeat_interleave(tile, 1)[:count, :length]
+    )
 
 
 @pytest.mark.parametrize("num_own", [0, 1, 3])
@@ -72,12 +85,16 @@ def test_attention_equals_a_slow_loop(
     compare([unroll_attention, slow_attention, dense_attention], tensors, weight, keys)
 
 
-def compare(forms: list[Any], tensors: list[Tensor], weight: Tensor, keys: StepZeroKeys, rtol: float = 1e-10) -> None:
+def compare(
+    forms: list[Any], tensors: list[Tensor], weight: Tensor, keys: StepZeroKeys, rtol: float = 1e-10
+) -> None:
     results = []
     for form in forms:
         out = form(*tensors, keys)
         grads = torch.autograd.grad((out * weight).sum(), tensors, allow_unused=True)
-        results.append([out, *(torch.zeros_like(t) if x is None else x for x, t in zip(grads, tensors, strict=True))])
+        results.append(
+            [out, *(torch.zeros_like(t) if x is None else x for x, t in zip(grads, tensors, strict=True))]
+        )
     for first, *others in zip(*results, strict=True):
         for other in others:
             torch.testing.assert_close(first, other, rtol=rtol, atol=rtol / 10)
@@ -85,21 +102,33 @@ def compare(forms: list[Any], tensors: list[Tensor], weight: Tensor, keys: StepZ
 
 @pytest.mark.parametrize("num_own", [0, 1, 3])
 @pytest.mark.parametrize("slots", [[0, 1, 4, 5, 6, 11], [2], [], list(range(12))])
-def test_the_flex_form_equals_a_slow_loop(monkeypatch: pytest.MonkeyPatch, num_own: int, slots: list[int]) -> None:
+def test_the_flex_form_equals_a_slow_loop(
+    monkeypatch: pytest.MonkeyPatch, num_own: int, slots: list[int]
+) -> None:
     monkeypatch.setattr(attention, "FLEX_BLOCK", 4)
     monkeypatch.setattr(attention, "_flex", lambda: dense_flex)
     g = torch.Generator().manual_seed(0)
     starts, index, size = torch.tensor([0, 4, 5, 12]), torch.tensor(slots, dtype=torch.int64), 8
     count = len(slots)
-    shapes = [(count, 6, size), (12, 2, size), (12, 2, size), (num_own, count, 2, size), (num_own, count, 2, size)]
+    shapes = [
+        (count, 6, size),
+        (12, 2, size),
+        (12, 2, size),
+        (num_own, count, 2, size),
+        (num_own, count, 2, size),
+    ]
     tensors = [torch.randn(s, generator=g, requires_grad=True) for s in shapes]
     keys = StepZeroKeys(index, starts, [], flex_mask(index, starts, 12))
     # float32: the merge runs in it
-    compare([flex_attention_form, slow_attention], tensors, torch.randn(shapes[0], generator=g), keys, rtol=1e-4)
+    compare(
+        [flex_attention_form, slow_attention], tensors, torch.randn(shapes[0], generator=g), keys, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_tiles_cover_what_is_seen_and_full_tiles_nothing_else(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_the_tiles_cover_what_is_seen_and_full_tiles_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     monkeypatch.setattr(attention, "FLEX_BLOCK", 8)
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 30, (6,), generator=g)
@@ -110,7 +139,9 @@ def test_the_tiles_cover_what_is_seen_and_full_tiles_nothing_else(monkeypatch: p
     row = torch.searchsorted(starts, torch.arange(total), right=True)
     seen = (row[slots][:, None] == row[None]) & (torch.arange(total)[None] <= slots[:, None])
     zero = torch.zeros((), dtype=torch.int64)
-    assert torch.equal(mask.mask_mod(zero, zero, torch.arange(len(slots))[:, None], torch.arange(total)[None]), seen)
+    assert torch.equal(
+        mask.mask_mod(zero, zero, torch.arange(len(slots))[:, None], torch.arange(total)[None]), seen
+    )
     visited = tiles_of(mask, len(slots), total)
     assert not (seen & ~visited).any()
     for q in range(mask.full_kv_num_blocks.shape[-1]):

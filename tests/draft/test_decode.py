@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from eagle3.draft.decode import ReferenceDraft, speculative_generate
-from tests.draft.factories import (
+from tests.helpers.factories import (
     DRAFT_VOCAB,
     LLAMA3_ROPE,
     VOCAB,
@@ -53,7 +53,9 @@ def slow_rollout(
     if config["norm_before_fc"]:
         flat = rms(flat, w["input_norm.weight"])
     if config["fc_norm"]:
-        flat = torch.cat([rms(aux_i, w[f"fc_norm.{i}.weight"]) for i, aux_i in enumerate(flat.split(WIDTH, 1))], 1)
+        flat = torch.cat(
+            [rms(aux_i, w[f"fc_norm.{i}.weight"]) for i, aux_i in enumerate(flat.split(WIDTH, 1))], 1
+        )
     hidden, tokens, logits = flat @ w["fc.weight"].T, list(token_ids[1:]), []
     for i in range(k):
         n = len(tokens)
@@ -61,7 +63,9 @@ def slow_rollout(
         h = rms(hidden, w["layers.0.hidden_norm.weight"])
         x, places = torch.cat([e, h], -1)[None], torch.arange(n)[None]
         mask = torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)[None, None]
-        out = attention(x, position_embeddings=LlamaRotaryEmbedding(cfg)(x, places), attention_mask=mask)[0][0]
+        out = attention(x, position_embeddings=LlamaRotaryEmbedding(cfg)(x, places), attention_mask=mask)[0][
+            0
+        ]
         r = (h if config["norm_before_residual"] else hidden) + out
         y = rms(r, w["layers.0.post_attention_layernorm.weight"])
         mlp = F.silu(y @ w["layers.0.mlp.gate_proj.weight"].T) * (y @ w["layers.0.mlp.up_proj.weight"].T)
@@ -81,7 +85,11 @@ VARIANTS = {
     "norm after residual": draft_config(norm_before_residual=False),
     "qwen3": draft_config(layer_config("qwen3")),
     "qwen3 every switch": draft_config(
-        layer_config("qwen3", **GROUPED), norm_before_residual=False, norm_before_fc=True, fc_norm=True, norm_output=True
+        layer_config("qwen3", **GROUPED),
+        norm_before_residual=False,
+        norm_before_fc=True,
+        fc_norm=True,
+        norm_output=True,
     ),
     "five aux layers": draft_config(eagle_aux_hidden_state_layer_ids=[0, 1, 2, 3, 4], fc_norm=True),
     "one aux layer": draft_config(eagle_aux_hidden_state_layer_ids=[2], norm_output=True),
@@ -90,7 +98,9 @@ VARIANTS = {
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
 @pytest.mark.parametrize("m", [1, 6])
-def test_drafting_equals_a_rollout_without_cache_by_transformers_attention(config: dict[str, Any], m: int) -> None:
+def test_drafting_equals_a_rollout_without_cache_by_transformers_attention(
+    config: dict[str, Any], m: int
+) -> None:
     generator = torch.Generator().manual_seed(m)
     tokens = torch.randint(VOCAB, (m + 1,), generator=generator).tolist()
     num_aux = len(config["eagle_aux_hidden_state_layer_ids"])
@@ -122,7 +132,9 @@ def test_wrong_number_of_aux_states_is_refused() -> None:
         draft.propose([1], torch.zeros(0, 3, WIDTH), 2)
 
 
-def greedy(target: PreTrainedModel, prompt_ids: list[int], max_new_tokens: int, eos_ids: set[int]) -> list[int]:
+def greedy(
+    target: PreTrainedModel, prompt_ids: list[int], max_new_tokens: int, eos_ids: set[int]
+) -> list[int]:
     tokens: list[int] = list(prompt_ids)
     with torch.no_grad():
         for _ in range(max_new_tokens):

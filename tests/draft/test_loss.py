@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eagle3.batch import PackedBatch, pack_rows
 from eagle3.draft import loss as loss_module
+from eagle3.draft.batch import PackedBatch, pack_rows
 from eagle3.draft.loss import TargetHead, coverage, unroll_loss
-from tests.draft.tiny import DRAFT_VOCAB, HIDDEN, all_rows, draft_target_ids, random_row, tiny_target
+from tests.helpers.tiny_draft import DRAFT_VOCAB, HIDDEN, all_rows, draft_target_ids, random_row, tiny_target
 
 
 def target_head() -> TargetHead:
@@ -65,7 +65,9 @@ def test_coverage_is_the_targets_mass_inside_the_draft_vocabulary() -> None:
     last = target.normed(batch.last)
     expected = torch.softmax(last @ target.head.T, -1)[:, target.target_ids].sum(-1)
     torch.testing.assert_close(coverage(last, target), expected, rtol=1e-10, atol=0)
-    whole = TargetHead(target.norm_weight, target.norm_eps, target.head, torch.arange(len(target.head)), target.head)
+    whole = TargetHead(
+        target.norm_weight, target.norm_eps, target.head, torch.arange(len(target.head)), target.head
+    )
     assert torch.equal(coverage(last, whole), torch.ones(len(last), dtype=torch.float64))
 
 

@@ -16,7 +16,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("engine"):
-                item.add_marker(pytest.mark.skip(reason="vLLM is not installed: it has no package for this platform"))
+                item.add_marker(
+                    pytest.mark.skip(reason="vLLM is not installed: it has no package for this platform")
+                )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,7 +26,7 @@ def _recording_worker() -> Iterator[None]:
     start = subprocess.Popen
 
     def start_recording(command: list[str], *args: Any, **kwargs: Any) -> Any:
-        names = {"eagle3.target.worker": "tests.engine.recording_worker"}
+        names = {"eagle3.engine.worker": "tests.helpers.recording_worker"}
         return start([names.get(word, word) for word in command], *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 from flytekit.core.local_cache import LocalTaskCache
 
-from eagle3.config import DataConfig, EngineConfig, FanOutConfig, RegenerateConfig, SourceConfig, TargetConfig
+from eagle3.config.data import DataConfig, SourceConfig
+from eagle3.config.engine import EngineConfig, FanOutConfig, RegenerateConfig, TargetConfig
+from eagle3.config.resources import ResourcesConfig
 from eagle3.data.chat import load_chat_tokenizer
-from eagle3.data.regenerate import accounts_text
 from eagle3.data.script import Script
 from eagle3.data.sources import without_places
-from eagle3.resources import ResourcesConfig
-from eagle3.shards import TokenRow, read_token_shard
-from eagle3.target import engine as target_engine
-from eagle3.target.engine import close_engines
-from eagle3.target.resolve import identify_target
-from workflows.interfaces import PreparedData, Target, TargetRef, TokenShards
+from eagle3.engine import engine as target_engine
+from eagle3.engine.engine import close_engines
+from eagle3.regenerate.generator import accounts_text
+from eagle3.shards.tokens import TokenRow, read_token_shard
+from eagle3.targets.resolve import identify_target
+from workflows.flyte.interfaces import PreparedData, Target, TargetRef, TokenShards
 from workflows.tasks.collect_agent_traces import NAME, collect_agent_traces
 from workflows.tasks.fetch_target import fetch_target
 from workflows.tasks.prepare_data import prepare_data
@@ -31,7 +32,9 @@ GGUF = ROOT / "runs" / "target" / "SmolLM2-135M-Instruct.gguf"
 BFCL = ROOT / "runs" / "bfcl"
 CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple")
 # Two at once, so that a shard's answers do not all come at its end.
-ENGINE = EngineConfig(dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=2, max_num_batched_tokens=1024)
+ENGINE = EngineConfig(
+    dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=2, max_num_batched_tokens=1024
+)
 GREEDY = RegenerateConfig(temperature=0.0, max_new_tokens=32)
 
 pytestmark = [
@@ -71,7 +74,10 @@ def target(place: pytest.MonkeyPatch) -> Target:
 @pytest.fixture(scope="module")
 def data(target: Target) -> PreparedData:
     files = [next(BFCL.glob(f"BFCL_v*_{category}.json")) for category in CATEGORIES]
-    sources = [SourceConfig(path=str(f), preset="bfcl", name=c, max_rows=2) for c, f in zip(CATEGORIES, files, strict=True)]
+    sources = [
+        SourceConfig(path=str(f), preset="bfcl", name=c, max_rows=2)
+        for c, f in zip(CATEGORIES, files, strict=True)
+    ]
     cfg = DataConfig(sources=sources, max_prompt_tokens=900, workers=1)
     prepared: PreparedData = prepare_data(
         prompts=None,
@@ -148,7 +154,9 @@ def test_bfcl_tasks_are_played_and_a_killed_run_goes_on_to_the_same_traces(
 
     accounts = whole.accounts
     assert accounts["requested"] == accounts["conversations"] == len(tasks)
-    assert accounts["requested"] == accounts.get("answered", 0) + accounts.get("failed", 0) + accounts.get("skipped", 0)
+    assert accounts["requested"] == accounts.get("answered", 0) + accounts.get("failed", 0) + accounts.get(
+        "skipped", 0
+    )
     print(accounts_text(accounts))
     check_rows(tasks, rows_of(whole), target)
 

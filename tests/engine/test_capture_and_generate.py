@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eagle3.config import EngineConfig, ExtractConfig
-from eagle3.hidden_states import read_hidden_states
-from eagle3.shards import TokenRow, write_token_shard
-from eagle3.target import engine as target_engine
-from eagle3.target.engine import capture, close_engines, generate
-from eagle3.target.properties import aux_layer_ids
-from eagle3.target.weights import load_target_tensors
-from tests.draft.factories import greedy_answer, tiny_target
+from eagle3.config.engine import EngineConfig, ExtractConfig
+from eagle3.engine import engine as target_engine
+from eagle3.engine.engine import capture, close_engines, generate
+from eagle3.shards.hidden_states import read_hidden_states
+from eagle3.shards.tokens import TokenRow, write_token_shard
+from eagle3.targets.properties import aux_layer_ids
+from eagle3.targets.weights import load_target_tensors
+from tests.helpers.factories import greedy_answer, tiny_target
 
 pytestmark = pytest.mark.engine
 
@@ -62,7 +62,9 @@ def random_rows() -> list[TokenRow]:
     return rows
 
 
-def expected_states(model: PreTrainedModel, row: TokenRow, layer_ids: list[int] = LAYER_IDS) -> tuple[Tensor, Tensor]:
+def expected_states(
+    model: PreTrainedModel, row: TokenRow, layer_ids: list[int] = LAYER_IDS
+) -> tuple[Tensor, Tensor]:
     """[T, A + 1, H] states of the layers and the last layer before the final norm; [T] the model's own next tokens."""
     kept: list[Tensor] = []
     hook = model.base_model.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0][0]))
@@ -92,10 +94,17 @@ def assert_states_are_the_models(
 
 
 def capture_rows(
-    target: Path, rows: list[TokenRow], out: Path, engine: EngineConfig, layer_ids: list[int] = LAYER_IDS, **how: Any
+    target: Path,
+    rows: list[TokenRow],
+    out: Path,
+    engine: EngineConfig,
+    layer_ids: list[int] = LAYER_IDS,
+    **how: Any,
 ) -> dict[str, Any]:
     write_token_shard(out.with_suffix(".parquet"), rows)
-    return capture(target, out.with_suffix(".parquet"), out, layer_ids, engine, FLOAT32, {"target": "tiny"}, **how)
+    return capture(
+        target, out.with_suffix(".parquet"), out, layer_ids, engine, FLOAT32, {"target": "tiny"}, **how
+    )
 
 
 def cached_tokens(caplog: pytest.LogCaptureFixture) -> int:
@@ -135,7 +144,13 @@ def test_a_target_of_two_layers_is_captured_with_its_default_layers(tmp_path: Pa
 
 
 def test_a_target_split_over_two_ranks_hands_over_the_same_states(tmp_path: Path) -> None:
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 80, "vocab_size": 128}
+    sizes = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 80,
+        "vocab_size": 128,
+    }
     model, rows = save_target(tmp_path / "target", "llama", **sizes), random_rows()[:12]
     manifest = capture_rows(tmp_path / "target", rows, tmp_path / "states", CHUNKED, tensor_parallel_size=2)
     assert manifest["info"]["tensor_parallel_size"] == 2
@@ -170,7 +185,10 @@ def test_greedy_answers_are_the_models_own(tmp_path: Path, model_type: str) -> N
     assert {len(a.token_ids) for a in endless.answers} == {24}
     assert (generation.num_drafts, generation.accepted_per_position) == (0, [])
     assert generation.generated_tokens == sum(len(a.token_ids) for a in generation.answers)
-    sampled = [generate(tmp_path, prompts, CHUNKED, **(greedy | {"temperature": 1.0, "seed": s})).answers for s in (1, 2, 1)]
+    sampled = [
+        generate(tmp_path, prompts, CHUNKED, **(greedy | {"temperature": 1.0, "seed": s})).answers
+        for s in (1, 2, 1)
+    ]
     assert sampled[0] == sampled[2] != sampled[1]
 
 
@@ -179,7 +197,9 @@ def test_failures_arrive_with_their_message_and_the_next_call_works(tmp_path: Pa
 
     def answer(engine: EngineConfig, count: int = 1) -> int:
         prompts = [[1, 2, i % VOCAB] for i in range(count)]
-        result = generate(tmp_path, prompts, engine, temperature=0.0, top_p=1.0, max_new_tokens=100, seed=0, ignore_eos=True)
+        result = generate(
+            tmp_path, prompts, engine, temperature=0.0, top_p=1.0, max_new_tokens=100, seed=0, ignore_eos=True
+        )
         return result.generated_tokens
 
     with pytest.raises(ValueError, match="max_num_batched_tokens"):

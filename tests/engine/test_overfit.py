@@ -5,22 +5,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle3.config import EngineConfig, TrainConfig
+from eagle3.config.engine import EngineConfig
+from eagle3.config.training import TrainConfig
 from tests.benchmarks.overfit import NUM_CONVERSATIONS, overfit
-from tests.draft.factories import tiny_target
+from tests.helpers.factories import tiny_target
 
 pytestmark = pytest.mark.engine
 
 
 def test_a_draft_learns_twenty_conversations_by_heart(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.15}
-    target = tiny_target("llama", 97, num_attention_heads=4, num_key_value_heads=2, head_dim=32, **sizes).float()
+    target = tiny_target(
+        "llama", 97, num_attention_heads=4, num_key_value_heads=2, head_dim=32, **sizes
+    ).float()
     # The same answers from sharper probabilities: a random target's are so even that learning them takes five times the steps.
     target.lm_head.weight.data.mul_(8)
     target.save_pretrained(tmp_path / "target")
     g = torch.Generator().manual_seed(0)
     prompts = [torch.randint(97, (4 + i % 7,), generator=g).tolist() for i in range(NUM_CONVERSATIONS)]
-    engine = EngineConfig(dtype="float32", max_model_len=256, max_num_seqs=20, max_num_batched_tokens=256, enforce_eager=True)
+    engine = EngineConfig(
+        dtype="float32", max_model_len=256, max_num_seqs=20, max_num_batched_tokens=256, enforce_eager=True
+    )
     cfg = TrainConfig(
         epochs=40,
         pack_tokens=512,

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from eagle3.config import EngineConfig
+from eagle3.config.engine import EngineConfig
 from eagle3.draft.decode import ReferenceDraft
-from eagle3.target.engine import generate
-from tests.draft.exports import write_exported
-from tests.draft.factories import draft_config, layer_config, tiny_target
+from eagle3.engine.engine import generate
+from tests.helpers.exports import write_exported
+from tests.helpers.factories import draft_config, layer_config, tiny_target
 
 pytestmark = pytest.mark.engine
 
@@ -35,9 +35,18 @@ def test_the_reference_proposes_the_engines_tokens_after_every_step(
     tmp_path: Path, model_type: str, norm_before_residual: bool
 ) -> None:
     target = write_variant(tmp_path, model_type, norm_before_residual)
-    prompts = [torch.randint(VOCAB, (2 + 5 * i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(8)]
+    prompts = [
+        torch.randint(VOCAB, (2 + 5 * i,), generator=torch.Generator().manual_seed(i)).tolist()
+        for i in range(8)
+    ]
     drafted = {"draft_dir": tmp_path / "export", "num_speculative_tokens": K}
-    greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "seed": 0, "max_new_tokens": 24, "ignore_eos": True}
+    greedy: dict[str, Any] = {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "seed": 0,
+        "max_new_tokens": 24,
+        "ignore_eos": True,
+    }
     answers = generate(tmp_path / "target", prompts, ENGINE, **greedy, **drafted).answers
     states = {}
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -45,8 +54,12 @@ def test_the_reference_proposes_the_engines_tokens_after_every_step(
         with torch.no_grad():
             hidden = target(torch.tensor([text]), output_hidden_states=True).hidden_states
         states[tuple(text)] = torch.stack([hidden[k][0] for k in LAYER_IDS], dim=1)
-    draft = ReferenceDraft.load(tmp_path / "export", target.get_input_embeddings().weight.detach(), torch.float32)
-    proposals = [json.loads(line) for line in (tmp_path / "export" / "proposals.jsonl").read_text().splitlines()]
+    draft = ReferenceDraft.load(
+        tmp_path / "export", target.get_input_embeddings().weight.detach(), torch.float32
+    )
+    proposals = [
+        json.loads(line) for line in (tmp_path / "export" / "proposals.jsonl").read_text().splitlines()
+    ]
     assert len(proposals) > 100
     for tokens, proposed in proposals:
         aux = next(aux for text, aux in states.items() if list(text[: len(tokens)]) == tokens)

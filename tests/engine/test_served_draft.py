@@ -6,32 +6,46 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3.config import EngineConfig
+from eagle3.config.engine import EngineConfig
 from eagle3.draft.decode import ReferenceDraft, speculative_generate
-from eagle3.target.engine import generate
-from tests.draft.exports import write_exported
-from tests.draft.factories import LLAMA3_ROPE, draft_config, layer_config, tiny_target
+from eagle3.engine.engine import generate
+from tests.helpers.exports import write_exported
+from tests.helpers.factories import LLAMA3_ROPE, draft_config, layer_config, tiny_target
 
 pytestmark = pytest.mark.engine
 
 VOCAB, K, END = 7, 3, 2
-ENGINE = EngineConfig(dtype="float32", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=256, enforce_eager=True)
+ENGINE = EngineConfig(
+    dtype="float32", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=256, enforce_eager=True
+)
 
 # target model type, draft vocabulary, changes of the draft's layer, changes of draft.json
 VARIANTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", 5, {}, {}),
-    "llama, norm after residual, scaled rope": ("llama", 5, {"rope_parameters": LLAMA3_ROPE}, {"norm_before_residual": False}),
+    "llama, norm after residual, scaled rope": (
+        "llama",
+        5,
+        {"rope_parameters": LLAMA3_ROPE},
+        {"norm_before_residual": False},
+    ),
     "qwen3, every norm, four aux layers": (
         "qwen3",
         5,
         {},
-        {"norm_before_fc": True, "fc_norm": True, "norm_output": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2, 3]},
+        {
+            "norm_before_fc": True,
+            "fc_norm": True,
+            "norm_output": True,
+            "eagle_aux_hidden_state_layer_ids": [0, 1, 2, 3],
+        },
     ),
     "qwen3, norm after residual, whole vocabulary": ("qwen3", VOCAB, {}, {"norm_before_residual": False}),
 }
 
 
-@pytest.mark.parametrize(("model_type", "draft_vocab_size", "layer", "changes"), VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize(
+    ("model_type", "draft_vocab_size", "layer", "changes"), VARIANTS.values(), ids=VARIANTS.keys()
+)
 def test_the_engine_proposes_and_counts_what_the_reference_does(
     tmp_path: Path, model_type: str, draft_vocab_size: int, layer: dict[str, Any], changes: dict[str, Any]
 ) -> None:
@@ -56,9 +70,14 @@ def serve_and_compare(
     target = tiny_target(model_type, VOCAB, eos_token_id=END, **heads, **target_sizes).float()
     target.save_pretrained(tmp_path / "target")
     sizes = {"vocab_size": VOCAB, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    config = draft_config(layer_config(model_type, **sizes, **layer), draft_vocab_size=draft_vocab_size, **changes)
+    config = draft_config(
+        layer_config(model_type, **sizes, **layer), draft_vocab_size=draft_vocab_size, **changes
+    )
     export_dir = write_exported(tmp_path, config, K)
-    prompts = [torch.randint(VOCAB, (3 + i % 6,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(16)]
+    prompts = [
+        torch.randint(VOCAB, (3 + i % 6,), generator=torch.Generator().manual_seed(i)).tolist()
+        for i in range(16)
+    ]
     served = generate(
         tmp_path / "target",
         prompts,

@@ -17,13 +17,12 @@ import pytest
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eagle3.shards import TokenRow
-from eagle3.target.answers import Answer, Sampling
-from eagle3.target.client import KEY_VARIABLE
-from eagle3.target.progress import Report
-from eagle3.target.server_engine import ServerEngine
-from eagle3.target.state_files import serve_line
-from tests.draft.factories import greedy_answer
+from eagle3.engine.progress import Report
+from eagle3.engine.server.client import KEY_VARIABLE
+from eagle3.engine.server.engine import ServerEngine
+from eagle3.engine.server.state_files import serve_line
+from eagle3.regenerate.answers import Answer, Sampling
+from eagle3.shards.tokens import TokenRow
 from tests.engine.test_capture_and_generate import (
     CHUNKED,
     END,
@@ -34,6 +33,7 @@ from tests.engine.test_capture_and_generate import (
     random_rows,
     save_target,
 )
+from tests.helpers.factories import greedy_answer
 
 pytestmark = pytest.mark.engine
 
@@ -73,7 +73,12 @@ class Server:
     states_dir: Path
 
     def engine(self, layer_ids: list[int]) -> ServerEngine:
-        settings = {"target_dir": str(self.target_dir), "layer_ids": layer_ids, "draft_dir": None, "num_speculative_tokens": 0}
+        settings = {
+            "target_dir": str(self.target_dir),
+            "layer_ids": layer_ids,
+            "draft_dir": None,
+            "num_speculative_tokens": 0,
+        }
         return ServerEngine({**settings, "engine": CHUNKED.model_dump(), "server_url": self.url})
 
 
@@ -84,8 +89,12 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = Server(f"http://127.0.0.1:{port}", secrets.token_hex(16), model, path / "target", path / "states")
-    variable, python, *_, arguments = serve_line(server.target_dir, LAYER_IDS, CHUNKED, server.states_dir).split(" ", 4)
+    server = Server(
+        f"http://127.0.0.1:{port}", secrets.token_hex(16), model, path / "target", path / "states"
+    )
+    variable, python, *_, arguments = serve_line(
+        server.target_dir, LAYER_IDS, CHUNKED, server.states_dir
+    ).split(" ", 4)
     assert python == "python"
     command = [sys.executable, "-c", FORKING, *shlex.split(f"{arguments} {SMALL} --port {port}")]
     environment = {**os.environ, **QUIET, "VLLM_API_KEY": server.key, **dict([variable.split("=")])}
@@ -144,13 +153,17 @@ def test_the_servers_greedy_answers_are_the_models_own(server: Server) -> None:
     endless = replace(greedy, ignore_eos=True)
     made = engine.generate(prompts, endless, 0, Report())
     assert {len(a["token_ids"]) for a in made["answers"]} == {24}
-    sampled = [engine.generate(prompts, replace(greedy, temperature=1.0), 0, Report())["answers"] for _ in range(2)]
+    sampled = [
+        engine.generate(prompts, replace(greedy, temperature=1.0), 0, Report())["answers"] for _ in range(2)
+    ]
     assert sampled[0] != sampled[1]
     assert len(engine.generate([[5] * 120], endless, 0, Report())["answers"][0]["token_ids"]) == 8
     assert list(server.states_dir.iterdir()) == []
 
 
-def test_a_wrong_key_other_layers_and_long_prompts_are_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_key_other_layers_and_long_prompts_are_refused(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = [0, 2, 3]
     with pytest.raises(ValueError, match=r"must capture layers \[0, 2, 3, 4\], it captures \[0, 1, 3, 4\]"):
         server.engine(other).capture(random_rows(), other, lambda *row: None)

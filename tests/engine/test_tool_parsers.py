@@ -7,13 +7,19 @@ from typing import Any
 
 import pytest
 
-from eagle3.data.answer_text import AnswerForm
-from tests.data.formats import FORMATS
+from eagle3.regenerate.answer_text import AnswerForm
+from tests.helpers.formats import FORMATS
 
 pytestmark = pytest.mark.engine
 
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
     for name in ("weather", "get_time")
 ]
 OSLO = '{"city": "Oslo", "days": [1, 2.5, null], "odd": "a\\"}</b>\\n[1]; ø"}'
@@ -46,7 +52,7 @@ ASKED = [(*names, text) for names, texts in TEXTS.items() for text in texts]
 @pytest.fixture(scope="module")
 def theirs() -> list[Any]:
     """Content and calls of every text, read by vLLM."""
-    command = [sys.executable, "-m", "tests.engine.vllm_tool_parsers"]
+    command = [sys.executable, "-m", "tests.helpers.vllm_tool_parsers"]
     given = json.dumps({"tools": TOOLS, "asked": ASKED})
     done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

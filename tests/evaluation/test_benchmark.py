@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from eagle3.config import EngineConfig, EvaluateConfig
+from eagle3.config.engine import EngineConfig, EvaluateConfig
+from eagle3.engine import engine
+from eagle3.engine.engine import close_engines
+from eagle3.engine.progress import Progress, Watch
 from eagle3.evaluation.benchmark import answer_length, evaluate
-from eagle3.shards import TokenRow, write_token_shard
-from eagle3.target import engine
-from eagle3.target.engine import close_engines
-from eagle3.target.progress import Progress, Watch
-from tests.draft.exports import write_exported
-from tests.draft.factories import draft_config, tiny_target
+from eagle3.shards.tokens import TokenRow, write_token_shard
+from tests.helpers.exports import write_exported
+from tests.helpers.factories import draft_config, tiny_target
 
 K = 2
 REFERENCE = EngineConfig(engine="transformers", dtype="float32", max_model_len=64, max_num_seqs=4)
@@ -32,7 +32,9 @@ def write_inputs(path: Path) -> tuple[str, str, str]:
     tiny_target("llama", eos_token_id=2).float().save_pretrained(path / "target")
     export_dir = write_exported(path, draft_config(), K)
     prompts = [[3 + i, 5, 7 + i][: 1 + i % 3] for i in range(5)]
-    write_token_shard(path / "prompts", [TokenRow(f"p:{i}", "test", p, [False] * len(p)) for i, p in enumerate(prompts)])
+    write_token_shard(
+        path / "prompts", [TokenRow(f"p:{i}", "test", p, [False] * len(p)) for i, p in enumerate(prompts)]
+    )
     return str(path / "target"), str(export_dir), str(path / "prompts")
 
 
@@ -45,7 +47,9 @@ def test_every_pass_is_shown_to_its_end_and_the_walk_counts_as_the_engine_does(t
         return Watch(label, looks.setdefault(label, []).append)
 
     cfg = EvaluateConfig(num_speculative_tokens=K, max_new_tokens=6, dtype="float32", concurrency=4)
-    figures = evaluate(*write_inputs(tmp_path), REFERENCE, cfg, str(tmp_path / "evaluation.json"), watch=watch)
+    figures = evaluate(
+        *write_inputs(tmp_path), REFERENCE, cfg, str(tmp_path / "evaluation.json"), watch=watch
+    )
     assert list(looks) == [
         "evaluate without draft",
         "evaluate with draft",
@@ -57,14 +61,19 @@ def test_every_pass_is_shown_to_its_end_and_the_walk_counts_as_the_engine_does(t
     assert [end.total for label, end in ends.items() if end.unit == "answers"] == [5, 5, 5]
     assert ends["evaluate with draft"].tokens == figures["generated_tokens"]
     assert ends["evaluate: the walk"].tokens == ends["evaluate: capture the answers"].total
-    assert (figures["rounds"], figures["accepted"]) == (figures["trainer_rounds"], figures["trainer_accepted"])
+    assert (figures["rounds"], figures["accepted"]) == (
+        figures["trainer_rounds"],
+        figures["trainer_accepted"],
+    )
     assert figures["outputs_identical"]
     assert json.loads((tmp_path / "evaluation.json").read_text()) == figures
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the reference engine is tested on Linux")
-def test_every_engine_is_split_over_the_gpus_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_engine_is_split_over_the_gpus_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
     run = engine._run
 
@@ -80,7 +89,13 @@ def test_every_engine_is_split_over_the_gpus_asked_for(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize(
     ("token_ids", "length"),
-    [([5, 6, 2, 7, 8], 3), ([2, 5, 6, 7, 8], 1), ([5, 6, 7, 8, 2], 4), ([5, 6, 7, 9, 2], 4), ([5, 6, 7, 3, 2], 4)],
+    [
+        ([5, 6, 2, 7, 8], 3),
+        ([2, 5, 6, 7, 8], 1),
+        ([5, 6, 7, 8, 2], 4),
+        ([5, 6, 7, 9, 2], 4),
+        ([5, 6, 7, 3, 2], 4),
+    ],
 )
 def test_an_answer_ends_at_its_first_end_token_or_the_limit(token_ids: list[int], length: int) -> None:
     assert answer_length(token_ids, [2, 3], 4) == length

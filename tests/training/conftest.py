@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.training.streams import write_shards
+from tests.helpers.streams import write_shards
 
 
 @pytest.fixture(scope="session")

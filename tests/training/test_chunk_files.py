@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from eagle3 import hidden_states
+from eagle3.shards import hidden_states
 from eagle3.training import chunk_cache, loader
 from eagle3.training.chunk_cache import Course
 from eagle3.training.loader import ShardRows, read_packs
-from tests.training.streams import (
+from tests.helpers.streams import (
     CHUNK_BYTES,
     PACK_TOKENS,
     STEPS,
@@ -42,7 +42,10 @@ def test_a_budget_below_the_live_set_is_refused_before_anything_is_fetched(
     ):
         rows.check_budget(packs)
     rows = ShardRows(file_urls(shard_dirs), tmp_path, 2 * CHUNK_BYTES)
-    with pytest.raises(ValueError, match="chunks of one pack take .* bytes, the disk budget is 20000; raise train.disk_budget_b"):
+    with pytest.raises(
+        ValueError,
+        match="chunks of one pack take .* bytes, the disk budget is 20000; raise train.disk_budget_b",
+    ):
         read(rows, packs)
     with pytest.raises(ValueError, match="remote shards need a directory"):
         ShardRows(file_urls(shard_dirs))
@@ -108,17 +111,25 @@ def test_a_chunk_is_checked_once_and_stays_open_only_while_it_is_needed(
     opened: list[str] = []
     sha256 = hidden_states.file_sha256
     monkeypatch.setattr(hidden_states, "file_sha256", lambda path: checked.append(path) or sha256(path))
-    monkeypatch.setattr(hidden_states, "safe_open", lambda path, framework: opened.append(path) or safe_open(path, framework))
+    monkeypatch.setattr(
+        hidden_states, "safe_open", lambda path, framework: opened.append(path) or safe_open(path, framework)
+    )
     rows = ShardRows(file_urls(shard_dirs) if is_remote else shard_dirs, tmp_path, 10**9)
     packs = plan(rows, epochs=3)
     for place, _ in enumerate(read_packs(rows, packs, PACK_TOKENS, STEPS)):
-        near = {c for pack in packs[max(0, place - 1) : place + loader.PACKS_AHEAD + 3 + 3] for c in rows.chunks_of(pack)}
+        near = {
+            c
+            for pack in packs[max(0, place - 1) : place + loader.PACKS_AHEAD + 3 + 3]
+            for c in rows.chunks_of(pack)
+        }
         assert is_remote or set(rows.cache.ready) <= near
     assert len(checked) == len(set(checked)) == len(chunk_bytes(rows))
     assert len(opened) > 2 * len(chunk_bytes(rows))
 
 
-def test_local_chunks_are_checked_only_a_little_ahead(shard_dirs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_chunks_are_checked_only_a_little_ahead(
+    shard_dirs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunk_cache, "NEAR_PACKS", 5)
     rows = ShardRows(shard_dirs)
     packs = plan(rows)

@@ -12,9 +12,14 @@ import torch.distributed as dist
 
 from eagle3.training import launch, run
 from eagle3.training.launch import PREEMPTED_CODE, REFUSED_CODE, Preempted
-from tests.training.jobs import make_job
+from tests.helpers.jobs import make_job
 
-INPUTS: dict[str, Any] = {"shard_dirs": ["states"], "vocab_path": "vocab", "target_dir": "target", "layer_ids": [1, 2, 3]}
+INPUTS: dict[str, Any] = {
+    "shard_dirs": ["states"],
+    "vocab_path": "vocab",
+    "target_dir": "target",
+    "layer_ids": [1, 2, 3],
+}
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
 
 
@@ -47,7 +52,10 @@ def end(monkeypatch: pytest.MonkeyPatch, out: Path, error: BaseException | None,
     [
         (ValueError("raise train.disk_budget_bytes"), "raise train.disk_budget_bytes"),
         (FloatingPointError("the loss is not finite"), "the loss is not finite"),
-        (OUT_OF_MEMORY, "OutOfMemoryError: CUDA out of memory. .*; lower train.pack_tokens, or ask for more memory"),
+        (
+            OUT_OF_MEMORY,
+            "OutOfMemoryError: CUDA out of memory. .*; lower train.pack_tokens, or ask for more memory",
+        ),
         (NotImplementedError("no kernel"), "NotImplementedError: no kernel"),
         (RecursionError("too deep"), "RecursionError: too deep"),
         (KeyError("fc.weight"), "KeyError: 'fc.weight'"),
@@ -83,7 +91,9 @@ def test_what_passes_is_the_callers_runtime_error_with_its_words(
 
 
 def test_a_killed_trainer_may_run_again(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="the trainer ended with code -9: its own words stand above; run again"):
+    with pytest.raises(
+        RuntimeError, match="the trainer ended with code -9: its own words stand above; run again"
+    ):
         launch._raise_failure(-9, set(), tmp_path)
 
 

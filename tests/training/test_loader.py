@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle3.batch import pack_rows
+from eagle3.draft.batch import pack_rows
 from eagle3.training.loader import count_cut, cut_row, plan_packs, split_pack, validation_split
-from tests.draft.tiny import random_row
+from tests.helpers.tiny_draft import random_row
 
 
 def lengths(count: int, low: int = 5, high: int = 300) -> list[int]:
@@ -18,8 +18,12 @@ def chunks(count: int, rows_per_chunk: int = 40) -> list[int]:
     return [row // rows_per_chunk for row in range(count)]
 
 
-def plan(sizes: list[int], pack_tokens: int = 512, seed: int = 1, epoch: int = 0, shuffle_chunks: int = 4) -> list[list[int]]:
-    return plan_packs(sizes, chunks(len(sizes)), list(range(len(sizes))), pack_tokens, seed, epoch, shuffle_chunks)
+def plan(
+    sizes: list[int], pack_tokens: int = 512, seed: int = 1, epoch: int = 0, shuffle_chunks: int = 4
+) -> list[list[int]]:
+    return plan_packs(
+        sizes, chunks(len(sizes)), list(range(len(sizes))), pack_tokens, seed, epoch, shuffle_chunks
+    )
 
 
 def filled_slowly(rows: list[int], sizes: list[int], pack_tokens: int, window: int) -> list[list[int]]:
@@ -160,9 +164,9 @@ def test_a_cut_row_trains_what_its_tokens_allow() -> None:
     assert len(cut.token_ids) == len(cut.loss_mask) == len(cut.aux) == 5
     assert cut.last_positions.tolist() == [1, 2, 3]
     whole, short = pack_rows([row], 3), pack_rows([cut], 3)
-    assert [(short.slots[s].item(), i) for i in range(3) for s in range(len(short.slots)) if short.valid[i, s]] == [
-        (p, i) for i in range(3) for p in range(8) if p + 2 + i < 5
-    ]
+    assert [
+        (short.slots[s].item(), i) for i in range(3) for s in range(len(short.slots)) if short.valid[i, s]
+    ] == [(p, i) for i in range(3) for p in range(8) if p + 2 + i < 5]
     assert torch.equal(whole.aux[:5], short.aux)
 
 

@@ -8,17 +8,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from eagle3.config import ExportConfig, TrainConfig
+from eagle3.config.training import ExportConfig, TrainConfig
 from eagle3.export import write_export
-from eagle3.shards import TokenRow
+from eagle3.shards.tokens import TokenRow
 from eagle3.training.launch import Preempted
 from eagle3.training.loop import train
 from eagle3.training.metrics import read_metrics
 from eagle3.training.step import PART_TOKENS, Objective
 from eagle3.vocab import build_vocab, save_vocab
-from tests.draft.tiny import tiny_target
-from tests.shard_files import write_hidden_states
-from tests.training.jobs import make_inputs, make_job, upload
+from tests.helpers.jobs import make_inputs, make_job, upload
+from tests.helpers.shard_files import write_hidden_states
+from tests.helpers.tiny_draft import tiny_target
 
 
 def stop_after(count: int) -> Any:
@@ -27,10 +27,13 @@ def stop_after(count: int) -> Any:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("stop", [3, 5])
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path, optimizer: str, stop: int) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
+    tmp_path: Path, optimizer: str, stop: int
+) -> None:
     inputs = make_inputs(tmp_path)
     whole, parts = (
-        make_job(inputs, tmp_path / name, optimizer=optimizer, packs_per_step=2, epochs=4) for name in ("whole", "parts")
+        make_job(inputs, tmp_path / name, optimizer=optimizer, packs_per_step=2, epochs=4)
+        for name in ("whole", "parts")
     )
     train(whole)
     with pytest.raises(Preempted, match=f"stopped after {stop} of"):
@@ -113,7 +116,14 @@ def test_the_draft_learns_and_reports(tmp_path: Path, model_type: str, loss: str
     assert 0 <= metrics[-1]["data_wait_share"] <= 1
     assert metrics[-1]["acceptance_length"] > 1
     for line in metrics:
-        assert {"learning_rate", "gradient_norm", "label_coverage", "supervised", "tokens", "cpu_s"} <= line.keys()
+        assert {
+            "learning_rate",
+            "gradient_norm",
+            "label_coverage",
+            "supervised",
+            "tokens",
+            "cpu_s",
+        } <= line.keys()
 
 
 def test_the_weights_of_the_best_validation_are_handed_on(tmp_path: Path) -> None:
@@ -122,7 +132,9 @@ def test_the_weights_of_the_best_validation_are_handed_on(tmp_path: Path) -> Non
     for keep in ("best", "last"):
         train(make_job(inputs, tmp_path / keep, keep=keep, **settings))
     metrics = read_metrics(tmp_path / "last" / "metrics.jsonl")
-    lengths = {m["step"]: m["validation_acceptance_length"] for m in metrics if "validation_acceptance_length" in m}
+    lengths = {
+        m["step"]: m["validation_acceptance_length"] for m in metrics if "validation_acceptance_length" in m
+    }
     best = max(lengths, key=lambda step: (lengths[step], step))
     assert len(lengths) > 3
     assert best < max(lengths), "the last step is the best one: choose settings under which it is not"
@@ -154,7 +166,15 @@ def test_packs_of_a_step_weigh_by_their_slots(tmp_path: Path, monkeypatch: pytes
     large, *others = (read_metrics(tmp_path / d / "metrics.jsonl") for d in ("large", "small", "parts"))
     for other in others:
         assert len(large) == len(other) == 1
-        for name in ("loss", "gradient_norm", "supervised", "tokens", "loss_by_step", "accuracy_by_step", "acceptance_length"):
+        for name in (
+            "loss",
+            "gradient_norm",
+            "supervised",
+            "tokens",
+            "loss_by_step",
+            "accuracy_by_step",
+            "acceptance_length",
+        ):
             assert large[0][name] == pytest.approx(other[0][name], rel=1e-5), name
 
 
@@ -210,7 +230,9 @@ def test_of_equal_validations_the_latest_is_kept(tmp_path: Path) -> None:
     inputs, settings = make_inputs(tmp_path), {"learning_rate": 1e-6, "validation_rows": 1}
     for keep in ("best", "last"):
         train(make_job(inputs, tmp_path / keep, keep=keep, **settings))
-    lengths = [m.get("validation_acceptance_length", 1.0) for m in read_metrics(tmp_path / "last" / "metrics.jsonl")]
+    lengths = [
+        m.get("validation_acceptance_length", 1.0) for m in read_metrics(tmp_path / "last" / "metrics.jsonl")
+    ]
     assert set(lengths) == {1.0}
     assert_same_weights(tmp_path / "best", tmp_path / "last")
 
@@ -222,7 +244,9 @@ def test_inputs_that_do_not_fit_are_named(tmp_path: Path) -> None:
     save_vocab(tmp_path / "other", build_vocab(torch.ones(50, dtype=torch.int64), 20, []))
     with pytest.raises(ValueError, match=r"other is for a target of 50 tokens, .*target has 97"):
         train(make_job(inputs | {"vocab_path": str(tmp_path / "other")}, tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"no row has two supervised tokens in a row within train.pack_tokens 2"):
+    with pytest.raises(
+        ValueError, match=r"no row has two supervised tokens in a row within train.pack_tokens 2"
+    ):
         train(make_job(inputs, tmp_path / "run", pack_tokens=2))
 
 
@@ -230,16 +254,30 @@ def test_states_of_another_target_are_refused(tmp_path: Path) -> None:
     inputs = make_inputs(tmp_path)
     rows = [TokenRow(f"row-{r}", "test", [1, 2, 3, 4], [False, True, True, True]) for r in range(12)]
     write_hidden_states(tmp_path / "wide", rows, [torch.ones(4, 4, 96)] * 12, 4096, {})
-    with pytest.raises(ValueError, match=r"states of \(3, 96\) .* do not fit a draft of \(3, 48\) and 97 tokens"):
+    with pytest.raises(
+        ValueError, match=r"states of \(3, 96\) .* do not fit a draft of \(3, 48\) and 97 tokens"
+    ):
         train(make_job(inputs | {"shard_dirs": [str(tmp_path / "wide")]}, tmp_path / "run"))
 
 
 def test_an_initial_draft_that_training_only_spoils_is_handed_on(tmp_path: Path) -> None:
     inputs = make_inputs(tmp_path)
     train(make_job(inputs, tmp_path / "first", epochs=20))
-    assert max(m.get("validation_acceptance_length", 1) for m in read_metrics(tmp_path / "first" / "metrics.jsonl")) > 1
+    assert (
+        max(
+            m.get("validation_acceptance_length", 1)
+            for m in read_metrics(tmp_path / "first" / "metrics.jsonl")
+        )
+        > 1
+    )
     initial = export_of(tmp_path)
-    job = make_job(inputs | {"init_dir": str(initial)}, tmp_path / "second", epochs=1, learning_rate=1.0, schedule="constant")
+    job = make_job(
+        inputs | {"init_dir": str(initial)},
+        tmp_path / "second",
+        epochs=1,
+        learning_rate=1.0,
+        schedule="constant",
+    )
     train(job)
     assert_same_weights(tmp_path / "first", tmp_path / "second")
     assert read_metrics(tmp_path / "second" / "metrics.jsonl")[-1]["validation_acceptance_length"] == 1.0
@@ -248,5 +286,7 @@ def test_an_initial_draft_that_training_only_spoils_is_handed_on(tmp_path: Path)
 def export_of(root: Path) -> Path:
     """The export of root/first."""
     cfg = ExportConfig(dtype="float32")
-    write_export(root / "first", root / "vocab.safetensors", root / "target", "example-org/tiny", cfg, root / "export")
+    write_export(
+        root / "first", root / "vocab.safetensors", root / "target", "example-org/tiny", cfg, root / "export"
+    )
     return root / "export"

@@ -21,7 +21,7 @@ from eagle3.training.distributed import join_ranks
 from eagle3.training.launch import PREEMPTED_CODE, Preempted, TrainJob, train_in_processes
 from eagle3.training.loop import train
 from eagle3.training.metrics import read_metrics
-from tests.training.jobs import make_inputs, make_job
+from tests.helpers.jobs import make_inputs, make_job
 
 LONG = {"epochs": 20, "checkpoint_every": 5, "validate_every": 20}
 # A process of this one's modules: importing torch and transformers takes a new one ten seconds.
@@ -76,7 +76,9 @@ def test_a_run_killed_and_then_told_to_stop_goes_on_to_the_same_weights_bit_for_
     """Against a run in this process that nobody disturbs."""
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     with pytest.raises(RuntimeError, match="the trainer ended with code -9"):
-        train_in_processes(make_job(inputs, cut, **LONG), lambda: has_reached(cut, 20) and kill_trainer(), every_s=0.02)
+        train_in_processes(
+            make_job(inputs, cut, **LONG), lambda: has_reached(cut, 20) and kill_trainer(), every_s=0.02
+        )
     assert not (cut / "draft.safetensors").exists()
     killed_at = saved_step(cut)
     calls = []
@@ -134,7 +136,9 @@ def test_a_trainer_that_waits_for_another_can_be_stopped(inputs: dict[str, Any],
 
 
 def _catches_sigterm(pid: int) -> bool:
-    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    caught = next(
+        line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")
+    )
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 

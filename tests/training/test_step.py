@@ -2,11 +2,11 @@
 
 import torch
 
-from eagle3.batch import PackedBatch, pack_rows
 from eagle3.draft.attention import StepZeroKeys
+from eagle3.draft.batch import PackedBatch, pack_rows
 from eagle3.draft.loss import TargetHead
 from eagle3.training.step import Objective
-from tests.draft.tiny import ROWS, draft_target_ids, random_row, tiny_draft, tiny_target
+from tests.helpers.tiny_draft import ROWS, draft_target_ids, random_row, tiny_draft, tiny_target
 
 
 def loss_and_gradients(batch: PackedBatch) -> list[torch.Tensor]:
@@ -33,8 +33,13 @@ def test_padding_changes_neither_loss_nor_gradients() -> None:
 
 def test_a_pack_is_the_sum_of_its_rows() -> None:
     """Neighbours that are supervised from their first token to their last included."""
-    rows = [random_row(name, ROWS[name]) for name in ("all supervised", "answer", "all supervised", "two turns")]
-    packed, alone = loss_and_gradients(pack_rows(rows, 3)), [loss_and_gradients(pack_rows([row], 3)) for row in rows]
+    rows = [
+        random_row(name, ROWS[name]) for name in ("all supervised", "answer", "all supervised", "two turns")
+    ]
+    packed, alone = (
+        loss_and_gradients(pack_rows(rows, 3)),
+        [loss_and_gradients(pack_rows([row], 3)) for row in rows],
+    )
     torch.testing.assert_close(packed[0], sum(a[0] for a in alone), rtol=1e-12, atol=0)
     torch.testing.assert_close(packed[1], torch.cat([a[1] for a in alone]), rtol=1e-11, atol=1e-13)
     for found, *parts in zip(packed[2:], *(a[2:] for a in alone), strict=True):

@@ -10,11 +10,19 @@ from typing import Any
 import fsspec
 import pytest
 
-from eagle3 import remote as eagle3_remote
-from eagle3.training import remote
+from eagle3 import files as eagle3_remote
+from eagle3.training import chunk_files as remote
 from eagle3.training.loader import ShardRows, read_packs
-from tests.training.jobs import upload
-from tests.training.streams import PACK_TOKENS, STEPS, assert_same, file_urls, plan, read, threads_of_the_loader
+from tests.helpers.jobs import upload
+from tests.helpers.streams import (
+    PACK_TOKENS,
+    STEPS,
+    assert_same,
+    file_urls,
+    plan,
+    read,
+    threads_of_the_loader,
+)
 
 
 def damage(dirs: list[str], change: Callable[[bytes], bytes | None], root: Path) -> tuple[list[str], Path]:
@@ -29,7 +37,10 @@ def damage(dirs: list[str], change: Callable[[bytes], bytes | None], root: Path)
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:], "sha256 [0-9a-f]{64} expected, [0-9a-f]{64} found"),
+        (
+            lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:],
+            "sha256 [0-9a-f]{64} expected, [0-9a-f]{64} found",
+        ),
         (lambda data: data[:-1], "[0-9]+ bytes expected, [0-9]+ bytes found"),
         (lambda data: data + b"x", "[0-9]+ bytes expected, [0-9]+ bytes found"),
         (lambda data: None, "[0-9]+ bytes expected, no file found"),
@@ -37,7 +48,11 @@ def damage(dirs: list[str], change: Callable[[bytes], bytes | None], root: Path)
 )
 @pytest.mark.parametrize("is_remote", [True, False])
 def test_a_damaged_chunk_is_named_when_its_pack_is_due(
-    shard_dirs: list[str], tmp_path: Path, change: Callable[[bytes], bytes | None], found: str, is_remote: bool
+    shard_dirs: list[str],
+    tmp_path: Path,
+    change: Callable[[bytes], bytes | None],
+    found: str,
+    is_remote: bool,
 ) -> None:
     dirs, path = damage(shard_dirs, change, tmp_path)
     name = f"file://{path}" if is_remote else str(path)
@@ -54,7 +69,9 @@ def test_a_damaged_chunk_is_named_when_its_pack_is_due(
         read_all()
     if is_remote:
         number = [chunk.path for chunk in local.cache.chunks].index(f"{shard_dirs[1]}/{path.name}")
-        assert len(batches) == next(place for place, pack in enumerate(packs) if number in local.chunks_of(pack))
+        assert len(batches) == next(
+            place for place, pack in enumerate(packs) if number in local.chunks_of(pack)
+        )
         assert not list((tmp_path / "cache").glob("*.part"))
     assert not threads_of_the_loader()
 
@@ -65,12 +82,14 @@ def test_a_truncated_chunk_in_s3_is_named(shard_dirs: list[str], s3: Any, tmp_pa
     s3.pipe(name, s3.cat(name)[:-100])
     rows = ShardRows(urls, tmp_path, 10**9)
     with pytest.raises(
-        ValueError, match=f"^s3://{name}: .* bytes expected, .* bytes found; the shard s3://states/shard1 is damaged"
+        ValueError,
+        match=f"^s3://{name}: .* bytes expected, .* bytes found; the shard s3://states/shard1 is damaged",
     ):
         read(rows, plan(rows))
     s3.rm(name)
     with pytest.raises(
-        ValueError, match=f"^s3://{name}: .* bytes expected, no file found; the shard s3://states/shard1 is damaged"
+        ValueError,
+        match=f"^s3://{name}: .* bytes expected, no file found; the shard s3://states/shard1 is damaged",
     ):
         read(rows, plan(rows))
 
@@ -78,7 +97,9 @@ def test_a_truncated_chunk_in_s3_is_named(shard_dirs: list[str], s3: Any, tmp_pa
 def test_an_unfinished_shard_in_s3_is_named(shard_dirs: list[str], s3: Any, tmp_path: Path) -> None:
     urls = upload(s3, shard_dirs)
     s3.rm("states/shard1/manifest.json")
-    with pytest.raises(ValueError, match="^s3://states/shard1/manifest.json is missing: the shard was not finished"):
+    with pytest.raises(
+        ValueError, match="^s3://states/shard1/manifest.json is missing: the shard was not finished"
+    ):
         ShardRows(urls, tmp_path, 10**9)
 
 
@@ -115,7 +136,8 @@ def test_a_store_that_keeps_failing_is_named_and_may_be_tried_again(
     local, faults = ShardRows(shard_dirs), Faults(monkeypatch, "shard0/chunk-00002", 5)
     rows, packs = ShardRows(file_urls(shard_dirs), tmp_path, 10**9), plan(local)
     with pytest.raises(
-        OSError, match="^file://.*shard0/chunk-00002-.*.safetensors could not be reached in 5 tries .*the store hung up"
+        OSError,
+        match="^file://.*shard0/chunk-00002-.*.safetensors could not be reached in 5 tries .*the store hung up",
     ):
         read(rows, packs)
     assert faults.left == 0
@@ -127,7 +149,9 @@ def test_a_pause_before_the_next_try_does_not_hold_up_the_end(
 ) -> None:
     rows = ShardRows(file_urls(shard_dirs), tmp_path, 10**9)
     packs = plan(rows)
-    last = {c for pack in packs[20:] for c in rows.chunks_of(pack)} - {c for pack in packs[:20] for c in rows.chunks_of(pack)}
+    last = {c for pack in packs[20:] for c in rows.chunks_of(pack)} - {
+        c for pack in packs[:20] for c in rows.chunks_of(pack)
+    }
     faults = Faults(monkeypatch, rows.cache.chunks[min(last)].path.removeprefix("file://"), 10**6)
     monkeypatch.setattr(eagle3_remote, "FIRST_PAUSE_S", 600)
     batches = read_packs(rows, packs, PACK_TOKENS, STEPS)

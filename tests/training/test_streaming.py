@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle3.hidden_states import read_hidden_states
+from eagle3.shards.hidden_states import read_hidden_states
 from eagle3.training import chunk_cache
 from eagle3.training.loader import ShardRows, read_packs
-from tests.training.jobs import upload
-from tests.training.streams import (
+from tests.helpers.jobs import upload
+from tests.helpers.streams import (
     CHUNK_BYTES,
     PACK_TOKENS,
     STEPS,
@@ -31,7 +31,9 @@ from tests.training.streams import (
 )
 
 
-def test_rows_are_known_from_the_manifests_alone(shard_dirs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_known_from_the_manifests_alone(
+    shard_dirs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored = [row for d in shard_dirs for row in read_hidden_states(d)]
     monkeypatch.setattr(chunk_cache, "ChunkReader", None)
     rows = ShardRows(shard_dirs)
@@ -127,7 +129,9 @@ def test_processes_with_parts_of_the_packs_read_what_one_reads(shard_dirs: list[
         assert_same(read(rows, packs[rank::3]), whole[rank::3])
 
 
-def test_two_readers_share_one_budget(shard_dirs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_readers_share_one_budget(
+    shard_dirs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     local = ShardRows(shard_dirs)
     packs = plan(local)
     budget = live_bytes(local, packs) + 12 * CHUNK_BYTES
@@ -154,5 +158,7 @@ def test_the_same_rows_validate_whichever_store_they_come_from(shard_dirs: list[
     training, held = ShardRows(shard_dirs).split(5)
     assert (training, held) == ShardRows(file_urls(shard_dirs), tmp_path, 10**9).split(5)
     names = ShardRows(shard_dirs).sample_ids
-    assert set(held) == set(sorted(range(len(names)), key=lambda r: hashlib.sha256(names[r].encode()).digest())[:5])
+    assert set(held) == set(
+        sorted(range(len(names)), key=lambda r: hashlib.sha256(names[r].encode()).digest())[:5]
+    )
     assert sorted(training + held) == list(range(len(names)))

@@ -1,7 +1,6 @@
 """A tiny target, a store and cache of the test's own, and a stand-in cluster on which the chain has run once."""
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from flytekit.core.local_cache import LocalTaskCache
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import flyte_runs
+from tests.helpers import flyte_runs
 
 if TYPE_CHECKING:
-    from control_plane import ControlPlane
-    from remote_runs import Cluster, Run
+    from tests.flyte_stand_in.control_plane import ControlPlane
+    from tests.flyte_stand_in.remote_runs import Cluster, Run
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +43,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def plane() -> Iterator["ControlPlane"]:
     """One stand-in cluster for all modules, which share its cache; what is slow there is done once."""
-    from control_plane import control_plane
+    from tests.flyte_stand_in.control_plane import control_plane
 
     with control_plane() as plane:
         yield plane
@@ -65,7 +62,7 @@ def talking_to(plane: "ControlPlane") -> Iterator[None]:
 @pytest.fixture(scope="session")
 def first(plane: "ControlPlane", tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> "Run":
     """The whole chain on an empty cluster."""
-    from remote_runs import Cluster, succeeded
+    from tests.flyte_stand_in.remote_runs import Cluster, succeeded
 
     with working_in(tmp_path_factory.mktemp("first")) as path, talking_to(plane):
         return succeeded(Cluster(plane, path, tiny_target).run())
@@ -74,7 +71,7 @@ def first(plane: "ControlPlane", tiny_target: Path, tmp_path_factory: pytest.Tem
 @pytest.fixture(scope="module")
 def cluster(plane: "ControlPlane", workplace: Path, tiny_target: Path) -> Iterator["Cluster"]:
     """The stand-in cluster from this module's workplace."""
-    from remote_runs import Cluster
+    from tests.flyte_stand_in.remote_runs import Cluster
 
     with talking_to(plane):
         yield Cluster(plane, workplace, tiny_target)

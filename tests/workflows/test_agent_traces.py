@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flyte_runs import pyflyte_run, write_prompts, write_recipe
 from test_chain import counts
 
-from eagle3.shards import read_token_shard
-from workflows import store
+from eagle3.shards.tokens import read_token_shard
+from tests.helpers.flyte_runs import pyflyte_run, write_prompts, write_recipe
+from workflows.flyte import store
 
 TEMPLATE = """{%- for tool in tools or [] %}{{ tool.function.name + ';' }}{% endfor %}
 {%- for m in messages %}
@@ -31,7 +31,10 @@ def chat(i: int) -> dict[str, Any]:
 
 def task(i: int) -> dict[str, Any]:
     asked: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    return {"messages": [{"role": "user", "content": f"Time {i}?"}, asked, {"role": "tool", "content": "noon"}], "tools": [TOOL]}
+    return {
+        "messages": [{"role": "user", "content": f"Time {i}?"}, asked, {"role": "tool", "content": "noon"}],
+        "tools": [TOOL],
+    }
 
 
 class Agents:
@@ -44,10 +47,17 @@ class Agents:
     def run(self, num_tasks: int = 3, **regenerate: Any) -> dict[str, Any]:
         for name, rows in (("chats", map(chat, range(2))), ("tasks", map(task, range(num_tasks)))):
             (self.workplace / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        sources = [{"path": str(self.workplace / f"{name}.jsonl"), "name": name} for name in ("chats", "tasks")]
+        sources = [
+            {"path": str(self.workplace / f"{name}.jsonl"), "name": name} for name in ("chats", "tasks")
+        ]
         prompts = write_prompts(self.workplace / "prompts.jsonl", 0, 4)
-        blocks = {"data": {"sources": sources}, "target": {"chat_template": str(self.workplace / "template.jinja")}}
-        blocks |= {"regenerate": {"sources": {"tasks": {"temperature": 0.0, "max_new_tokens": 7}}} | regenerate}
+        blocks = {
+            "data": {"sources": sources},
+            "target": {"chat_template": str(self.workplace / "template.jinja")},
+        }
+        blocks |= {
+            "regenerate": {"sources": {"tasks": {"temperature": 0.0, "max_new_tokens": 7}}} | regenerate
+        }
         result = pyflyte_run(write_recipe(self.workplace / "recipe.yaml", self.target, prompts, **blocks))
         assert result.exit_code == 0, (result.output, result.exception)
         self.output = result.output
@@ -92,9 +102,15 @@ def test_a_shard_without_a_row_left_is_left_out_and_none_at_all_is_an_error(
     assert (counted["collect_agent_traces"], counted["extract_hidden_states"][1]) == ((1, 0), 2)
     assert "3 failed (too_short 3)" in agents.output
     prompts = write_prompts(agents.workplace / "prompts.jsonl", 0, 4)
-    result = pyflyte_run(write_recipe(agents.workplace / "recipe.yaml", agents.target, prompts, regenerate={"max_new_tokens": 1}))
+    result = pyflyte_run(
+        write_recipe(
+            agents.workplace / "recipe.yaml", agents.target, prompts, regenerate={"max_new_tokens": 1}
+        )
+    )
     assert result.exit_code != 0
-    assert "got 4 conversations, 4 user turns requested = 0 answered + 4 failed (too_short 4)" in " ".join(result.output.split())
+    assert "got 4 conversations, 4 user turns requested = 0 answered + 4 failed (too_short 4)" in " ".join(
+        result.output.split()
+    )
 
 
 @pytest.mark.usefixtures("light")
@@ -107,4 +123,6 @@ def test_sampling_of_a_source_that_is_not_there_is_refused_first(agents: Agents)
     )
     result = pyflyte_run(recipe)
     assert result.exit_code != 0
-    assert "regenerate.sources must name sources of this run (train), got chat" in " ".join(result.output.split())
+    assert "regenerate.sources must name sources of this run (train), got chat" in " ".join(
+        result.output.split()
+    )

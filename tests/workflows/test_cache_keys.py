@@ -12,9 +12,13 @@ from typing import Any, get_type_hints
 
 import pytest
 import yaml
-from flyte_runs import write_prompts
 from safetensors.torch import load_file, save_file
-from stand_in_stages import (
+from test_agent_traces import task
+
+from eagle3.config.resources import ResourcesConfig
+from eagle3.planning.plan import RunSettings
+from tests.helpers.flyte_runs import write_prompts
+from tests.helpers.stand_in_stages import (
     DRAFT,
     EXCLUDED,
     OTHER_TARGET,
@@ -27,10 +31,6 @@ from stand_in_stages import (
     standing_in,
     write_rows,
 )
-from test_agent_traces import task
-
-from eagle3.plan import RunSettings
-from eagle3.resources import ResourcesConfig
 from workflows import table
 from workflows.recipe import Recipe
 from workflows.tasks.cached_run import cached_stages
@@ -39,7 +39,14 @@ ANSWERING = {"shard_digest", "target_digest", "engine", "regenerate"}
 KEYED = {
     "fetch_target": {"target_digest"},
     "fetch_tokenizer": {"target_digest"},
-    "prepare_data": {"prompts_digest", "source_versions", "heldout_digest", "target_digest", "data", "regenerate"},
+    "prepare_data": {
+        "prompts_digest",
+        "source_versions",
+        "heldout_digest",
+        "target_digest",
+        "data",
+        "regenerate",
+    },
     "prepare_heldout": {"heldout_digest", "target_digest", "data"},
     "regenerate_shard": ANSWERING,
     "collect_shard": ANSWERING,
@@ -94,7 +101,10 @@ CHANGES: dict[str, dict[str, tuple[Any, set[str]]]] = {
         }.items()
     },
     "data": {
-        "sources": ([SOURCES[0] | {"max_rows": 1}, SOURCES[1]], {"prepare_data", "regenerate_responses"} | ROWS),
+        "sources": (
+            [SOURCES[0] | {"max_rows": 1}, SOURCES[1]],
+            {"prepare_data", "regenerate_responses"} | ROWS,
+        ),
         "excluded": ([{"path": EXCLUDED}], PREPARED),
         "max_prompt_tokens": (63, PREPARED),
         "max_tokens": (127, PREPARED),
@@ -109,7 +119,10 @@ CHANGES: dict[str, dict[str, tuple[Any, set[str]]]] = {
         "temperature": (0.5, ANSWERED),
         "top_p": (0.9, ANSWERED),
         "max_new_tokens": (13, ANSWERED),
-        "sources": ({"tasks": {"temperature": 0.1}, "train": {"top_p": 0.8}}, {"collect_agent_traces"} | ROWS),
+        "sources": (
+            {"tasks": {"temperature": 0.1}, "train": {"top_p": 0.8}},
+            {"collect_agent_traces"} | ROWS,
+        ),
         "max_tool_rounds": (7, ANSWERED),
         "seed": (1, ANSWERED),
     },
@@ -198,13 +211,17 @@ def test_keys_hold_what_they_should_and_what_is_left_out_has_a_reason() -> None:
     inputs = {name: set(task.interface.inputs) for name, task in cached_tasks().items()}
     ignored = {name: set(task.metadata.cache_ignore_input_vars) for name, task in cached_tasks().items()}
     assert {name: inputs[name] - ignored[name] for name in inputs} == KEYED
-    without_digest = {entry for name in KEYED for entry in ignored[name] if f"{entry}_digest" not in KEYED[name]}
+    without_digest = {
+        entry for name in KEYED for entry in ignored[name] if f"{entry}_digest" not in KEYED[name]
+    }
     assert without_digest == LEFT_OUT.keys()
 
 
 def test_every_setting_has_its_line() -> None:
     blocks = {key: kind for key, kind in get_type_hints(Recipe).items() if hasattr(kind, "model_fields")}
-    assert {key: set(kind.model_fields) for key, kind in blocks.items()} == {key: set(fields) for key, fields in CHANGES.items()}
+    assert {key: set(kind.model_fields) for key, kind in blocks.items()} == {
+        key: set(fields) for key, fields in CHANGES.items()
+    }
     for pod, (asked, _) in CHANGES["resources"].items():
         assert asked.keys() == type(getattr(ResourcesConfig(), pod)).model_fields.keys()
 
@@ -216,8 +233,12 @@ def test_the_first_run_makes_everything_under_keys_that_the_plan_knows(chain: Ch
     assert chain.base.places.keys() == KEEPS_BY_KEY
 
 
-@pytest.mark.parametrize(("block", "name"), [(block, name) for block, fields in CHANGES.items() for name in fields])
-def test_a_changed_setting_runs_the_stages_that_it_decides_and_no_other(chain: Chain, block: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("block", "name"), [(block, name) for block, fields in CHANGES.items() for name in fields]
+)
+def test_a_changed_setting_runs_the_stages_that_it_decides_and_no_other(
+    chain: Chain, block: str, name: str
+) -> None:
     value, expected = CHANGES[block][name]
     if value == DRAFT:
         value = str(initial_draft(chain))
@@ -242,7 +263,9 @@ def assert_planned(ran: Ran) -> None:
 
 def test_appended_prompts_are_answered_and_captured_in_new_shards_only(chain: Chain) -> None:
     ran = chain.run(num_prompts=9)
-    assert ran.made == Counter(dict.fromkeys(PREPARED | ROWS, 1)) | Counter(regenerate_responses=2, extract_hidden_states=2)
+    assert ran.made == Counter(dict.fromkeys(PREPARED | ROWS, 1)) | Counter(
+        regenerate_responses=2, extract_hidden_states=2
+    )
     assert (ran.cached["regenerate_responses"], ran.cached["extract_hidden_states"]) == (2, 3)
     assert_planned(ran)
 
@@ -303,7 +326,10 @@ def test_what_is_made_anew_goes_on_where_its_key_says_wherever_and_however_it_ru
 ) -> None:
     monkeypatch.setenv("FLYTE_LOCAL_CACHE_OVERWRITE", "true")
     how = ("device", "checkpoint_every", "processes", "disk_budget_bytes")
-    changes = {block: {name: value for name, (value, _) in CHANGES[block].items()} for block in ("fanout", "resources")}
+    changes = {
+        block: {name: value for name, (value, _) in CHANGES[block].items()}
+        for block in ("fanout", "resources")
+    }
     again = chain.run(train={name: CHANGES["train"][name][0] for name in how}, **changes)
     assert again.made == chain.base.made
     assert again.places == chain.base.places

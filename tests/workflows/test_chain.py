@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flyte_runs import pyflyte_run, write_prompts, write_recipe
 
-from workflows import journal
-from workflows.summary import STAGES
+from tests.helpers.flyte_runs import pyflyte_run, write_prompts, write_recipe
+from workflows.flyte import journal
+from workflows.flyte.summary import STAGES
 
 
 class Chain:
@@ -39,7 +39,7 @@ def chain(workplace: Path, tiny_target: Path) -> Chain:
 @pytest.fixture(scope="module")
 def first(chain: Chain) -> dict[str, Any]:
     """The first run; it closes the engine, so that later runs show whether they start one."""
-    from eagle3.target.engine import close_engines
+    from eagle3.engine.engine import close_engines
 
     summary = chain.run()
     close_engines()
@@ -48,7 +48,9 @@ def first(chain: Chain) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_first_run_makes_everything(chain: Chain, first: dict[str, Any]) -> None:
-    expected = dict.fromkeys(STAGES, (1, 0)) | dict.fromkeys(("regenerate_responses", "extract_hidden_states"), (3, 0))
+    expected = dict.fromkeys(STAGES, (1, 0)) | dict.fromkeys(
+        ("regenerate_responses", "extract_hidden_states"), (3, 0)
+    )
     assert counts(first) == expected | {"collect_agent_traces": (0, 0)}
     assert first["prompts"] == {"train": 10, "heldout": 2}
     assert first["outputs_identical"]
@@ -94,7 +96,9 @@ def test_a_rerun_takes_everything_from_the_cache(chain: Chain, first: dict[str, 
     assert counts(again) == {name: (0, runs) for name, (runs, _) in counts(first).items()}
     assert sum(s["seconds"] for s in again["stages"]) < 1
     changing = {"stages", "date"}
-    assert {k: v for k, v in again.items() if k not in changing} == {k: v for k, v in first.items() if k not in changing}
+    assert {k: v for k, v in again.items() if k not in changing} == {
+        k: v for k, v in first.items() if k not in changing
+    }
 
 
 @pytest.mark.slow
@@ -130,9 +134,13 @@ def test_a_warm_start_keeps_the_drafts_vocabulary_wherever_it_lies(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("light")
-def test_a_draft_of_other_aux_layers_is_refused_before_anything_is_extracted(chain: Chain, first: dict[str, Any]) -> None:
+def test_a_draft_of_other_aux_layers_is_refused_before_anything_is_extracted(
+    chain: Chain, first: dict[str, Any]
+) -> None:
     settings = {"train": {"init_from": chain.run()["export_dir"]}, "extract": {"layer_ids": [0, 1, 2]}}
-    recipe = write_recipe(chain.workplace / "recipe.yaml", chain.target, chain.workplace / "prompts.jsonl", **settings)
+    recipe = write_recipe(
+        chain.workplace / "recipe.yaml", chain.target, chain.workplace / "prompts.jsonl", **settings
+    )
     result = pyflyte_run(recipe)
     assert result.exit_code != 0
     assert "it reads aux layers [1, 2, 3], the states hold [0, 1, 2]" in " ".join(result.output.split())
@@ -143,7 +151,9 @@ def test_a_draft_of_other_aux_layers_is_refused_before_anything_is_extracted(cha
 @pytest.mark.usefixtures("light")
 def test_appended_prompts_touch_only_new_shards(chain: Chain, first: dict[str, Any]) -> None:
     appended = counts(chain.run(num_prompts=15))
-    assert appended["regenerate_responses"] == appended["extract_hidden_states"] == (2, 2)  # the last shard had two free places
+    assert (
+        appended["regenerate_responses"] == appended["extract_hidden_states"] == (2, 2)
+    )  # the last shard had two free places
 
 
 @pytest.mark.slow
@@ -157,14 +167,25 @@ def test_a_deleted_export_is_exported_and_evaluated_again(chain: Chain, first: d
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("light")
-def test_neither_the_number_of_replicas_nor_the_pods_resources_are_in_a_key(chain: Chain, first: dict[str, Any]) -> None:
+def test_neither_the_number_of_replicas_nor_the_pods_resources_are_in_a_key(
+    chain: Chain, first: dict[str, Any]
+) -> None:
     asked = {"trainer": {"gpus": 2, "accelerator": "H100"}, "engine": {"spot": False}, "data": {"cpu": "2"}}
     assert not any(runs for runs, _ in counts(chain.run(fanout={"replicas": 1}, resources=asked)).values())
 
 
 @pytest.mark.slow
-def test_the_terminal_shows_table_figures_and_the_lines_that_serve(chain: Chain, first: dict[str, Any]) -> None:
+def test_the_terminal_shows_table_figures_and_the_lines_that_serve(
+    chain: Chain, first: dict[str, Any]
+) -> None:
     summary = chain.run()
-    texts = ("made or cached", "cached 3", "answers      ", "acceptance length", "tokens/s", summary["data_html"])
+    texts = (
+        "made or cached",
+        "cached 3",
+        "answers      ",
+        "acceptance length",
+        "tokens/s",
+        summary["data_html"],
+    )
     for text in (*texts, summary["export_dir"], "--speculative-config"):
         assert text in chain.output

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flyte_runs import pod
 from flytekit import Deck
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from eagle3.config import EngineConfig, EvaluateConfig, ExtractConfig, RegenerateConfig
-from eagle3.data import regenerate
+from eagle3.config.engine import EngineConfig, EvaluateConfig, ExtractConfig, RegenerateConfig
+from eagle3.engine import engine as target_engine
+from eagle3.engine.progress import Progress, Watch
 from eagle3.evaluation import benchmark
-from eagle3.shards import TokenRow, write_token_shard
-from eagle3.target import engine as target_engine
-from eagle3.target.progress import Progress, Watch
-from workflows import live
-from workflows.interfaces import DraftExport, Target, TokenShard
-from workflows.live import JobDeck
-from workflows.stage import stage
+from eagle3.regenerate import generator as regenerate
+from eagle3.shards.tokens import TokenRow, write_token_shard
+from tests.helpers.flyte_runs import pod
+from workflows.flyte import live
+from workflows.flyte.interfaces import DraftExport, Target, TokenShard
+from workflows.flyte.live import JobDeck
+from workflows.flyte.stage import stage
 from workflows.tasks.collect_agent_traces import collect_shard
 from workflows.tasks.evaluate_draft import evaluate_draft
 from workflows.tasks.extract_hidden_states import extract_shard
@@ -92,7 +92,11 @@ def test_looks_keep_their_distance_but_for_the_last(tmp_path: Path, clock: list[
 
 @pytest.mark.parametrize("in_a_pod", [True, False])
 def test_where_nobody_publishes_nothing_is_written(
-    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, in_a_pod: bool
+    tmp_path: Path,
+    clock: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    in_a_pod: bool,
 ) -> None:
     monkeypatch.setattr(Deck, "publish", lambda: pytest.fail("it was published"))
 
@@ -121,7 +125,9 @@ def test_a_store_that_is_away_costs_a_warning(
         watch(look(1))
         clock[0] += 21
         watch(look(22))
-    assert [r.levelno for r in caplog.records if "could not be published (no route)" in r.message] == [logging.WARNING] * 2
+    assert [r.levelno for r in caplog.records if "could not be published (no route)" in r.message] == [
+        logging.WARNING
+    ] * 2
 
 
 def token_shard(tmp_path: Path) -> TokenShard:
@@ -135,7 +141,12 @@ def a_target(tmp_path: Path) -> Target:
 
 
 def common(tmp_path: Path) -> dict[str, Any]:
-    inputs = {"shard": token_shard(tmp_path), "shard_digest": "shard", "target": a_target(tmp_path), "target_digest": "target"}
+    inputs = {
+        "shard": token_shard(tmp_path),
+        "shard_digest": "shard",
+        "target": a_target(tmp_path),
+        "target_digest": "target",
+    }
     return {**inputs, "engine": ENGINE, "server_url": "", "tensor_parallel_size": 1}
 
 
@@ -143,7 +154,14 @@ def common(tmp_path: Path) -> dict[str, Any]:
 def test_an_answering_task_shows_its_shard_and_the_accounts(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch, task: Any, stage: str
 ) -> None:
-    counts = {"conversations": 1200, "requested": 3000, "answered": 2999, "failed": 1, "failed: no_room": 1, "skipped": 0}
+    counts = {
+        "conversations": 1200,
+        "requested": 3000,
+        "answered": 2999,
+        "failed": 1,
+        "failed: no_room": 1,
+        "skipped": 0,
+    }
 
     def play(*_: Any, watch: Watch, **how: Any) -> dict[str, Any]:
         clock[0] += 30
@@ -157,7 +175,12 @@ def test_an_answering_task_shows_its_shard_and_the_accounts(
         made = task.task_function(regenerate=RegenerateConfig(), **common(tmp_path))
         page = at_the_end(tmp_path)
     assert (made.tokens, made.accounts) == (4567, counts)
-    for text in (f"<h1>{stage} shard 7</h1>", "4,567", "supervised tokens", f"<p>{regenerate.accounts_text(counts)}</p>"):
+    for text in (
+        f"<h1>{stage} shard 7</h1>",
+        "4,567",
+        "supervised tokens",
+        f"<p>{regenerate.accounts_text(counts)}</p>",
+    ):
         assert text in page
 
 
@@ -176,14 +199,22 @@ def test_an_extracting_task_shows_its_shard_and_the_bytes(
     with pod(tmp_path):
         extract_shard.task_function(extract=ExtractConfig(layer_ids=[1]), **common(tmp_path))
         page = at_the_end(tmp_path)
-    for text in ("<h1>extract shard 7</h1>", ">2.345</b><span>GB of states", ">2,345,000</b><span>bytes a token"):
+    for text in (
+        "<h1>extract shard 7</h1>",
+        ">2.345</b><span>GB of states",
+        ">2,345,000</b><span>bytes a token",
+    ):
         assert text in page
 
 
 def test_an_evaluating_task_shows_its_passes_and_the_acceptance(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures = {"acceptance_length": 1.4471, "trainer_acceptance_length": 1.4469, "acceptance_by_position": [0.311, 0.106]}
+    figures = {
+        "acceptance_length": 1.4471,
+        "trainer_acceptance_length": 1.4469,
+        "acceptance_by_position": [0.311, 0.106],
+    }
     figures |= {"outputs_identical": True, "tokens_per_s": {"with_draft": 28.3, "without_draft": 35.2}}
 
     def evaluate(*inputs: Any, tensor_parallel_size: int, watch: Callable[[str], Watch]) -> dict[str, Any]:
@@ -224,14 +255,16 @@ class Stderr(io.StringIO):
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_here_the_log_goes_to_stderr_where_that_is_no_terminal(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+def test_here_the_log_goes_to_stderr_where_that_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
     logger = logging.getLogger("eagle3")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "level", logging.NOTSET)
 
     @stage
     def work() -> None:
-        logging.getLogger("eagle3.target.progress").info("half of it is done")
+        logging.getLogger("eagle3.engine.progress").info("half of it is done")
 
     for _ in range(2):  # the second stderr is another, as with every call of a test runner
         monkeypatch.setattr("sys.stderr", Stderr(is_terminal))

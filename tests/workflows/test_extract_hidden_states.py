@@ -13,11 +13,11 @@ from flytekit.core.context_manager import ExecutionState
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from eagle3.config import EngineConfig, ExtractConfig, FanOutConfig
-from eagle3.resources import ResourcesConfig
-from eagle3.target import engine as target_engine
-from workflows import store
-from workflows.interfaces import HiddenStateShards, Target, TokenShard, TokenShards
+from eagle3.config.engine import EngineConfig, ExtractConfig, FanOutConfig
+from eagle3.config.resources import ResourcesConfig
+from eagle3.engine import engine as target_engine
+from workflows.flyte import store
+from workflows.flyte.interfaces import HiddenStateShards, Target, TokenShard, TokenShards
 from workflows.tasks import extract_hidden_states as extraction
 
 ENGINE, EXTRACT = EngineConfig(engine="transformers"), ExtractConfig(layer_ids=[1])
@@ -30,7 +30,9 @@ def shards(workplace: Path, tmp_path: Path) -> TokenShards:
     for i, file in enumerate(files):
         file.write_text(str(i))
     key = tmp_path.name
-    return TokenShards([TokenShard(i, FlyteFile(str(f)), 10, 100, 50, f"{key}-{i}") for i, f in enumerate(files)], key)
+    return TokenShards(
+        [TokenShard(i, FlyteFile(str(f)), 10, 100, 50, f"{key}-{i}") for i, f in enumerate(files)], key
+    )
 
 
 @pytest.fixture
@@ -59,7 +61,12 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def extract(shards: TokenShards, target: Target, **fanout: Any) -> HiddenStateShards:
     found: HiddenStateShards = extraction.extract_hidden_states(
-        resources=ResourcesConfig(), shards=shards, target=target, engine=ENGINE, extract=EXTRACT, fanout=FanOutConfig(**fanout)
+        resources=ResourcesConfig(),
+        shards=shards,
+        target=target,
+        engine=ENGINE,
+        extract=EXTRACT,
+        fanout=FanOutConfig(**fanout),
     )
     return found
 
@@ -74,7 +81,9 @@ def test_shards_come_back_in_order_whatever_the_number_of_lanes(
     assert sorted(captured["calls"]) == [(i, "", 1) for i in range(5)]
 
 
-def test_servers_take_shards_in_turn_and_are_in_no_key(shards: TokenShards, target: Target, captured: dict[str, Any]) -> None:
+def test_servers_take_shards_in_turn_and_are_in_no_key(
+    shards: TokenShards, target: Target, captured: dict[str, Any]
+) -> None:
     states = extract(shards, target, server_urls=["http://a", "http://b"])
     assert sorted(captured["calls"]) == [(i, "http://b" if i % 2 else "http://a", 1) for i in range(5)]
     assert extract(shards, target, tensor_parallel_size=2) == states
@@ -88,7 +97,8 @@ def test_a_shard_that_fails_for_good_stops_the_run_unless_the_ratio_allows_it(
     with pytest.raises(RuntimeError, match="no states of 1"):
         extract(shards, target, replicas=2)
     with pytest.raises(
-        ValueError, match=r"2 of 5 shards, 20 rows, could not be captured: shard 1 \(10 rows, .*ratio is 0.8: run"
+        ValueError,
+        match=r"2 of 5 shards, 20 rows, could not be captured: shard 1 \(10 rows, .*ratio is 0.8: run",
     ):
         extract(shards, target, replicas=2, min_success_ratio=0.8)
     assert re.search(r"shard 3 could not be captured: .*no states of 3", caplog.text, re.DOTALL)
@@ -97,11 +107,18 @@ def test_a_shard_that_fails_for_good_stops_the_run_unless_the_ratio_allows_it(
     assert [s.index for s in states.shards] == [0, 1, 2]
     captured["broken"], captured["calls"] = set(), []
     assert len(extract(shards, target, replicas=2).shards) == 5
-    assert sorted(number for number, *_ in captured["calls"]) == [1, 3]  # what was finished is kept, what failed is tried again
+    assert sorted(number for number, *_ in captured["calls"]) == [
+        1,
+        3,
+    ]  # what was finished is kept, what failed is tried again
 
 
 def test_what_does_not_fit_on_the_disk_is_refused_with_the_numbers(
-    shards: TokenShards, target: Target, captured: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
+    shards: TokenShards,
+    target: Target,
+    captured: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     extract(shards, target)
     assert "states of 500 tokens as bf16: at most 0.000 GB before compression" in capsys.readouterr().out
@@ -109,7 +126,8 @@ def test_what_does_not_fit_on_the_disk_is_refused_with_the_numbers(
     extract(shards, target)  # all of it is there already
     monkeypatch.setattr(store, "taken", lambda *_: 100)
     with pytest.raises(
-        ValueError, match=r"states of 500 tokens .* has 0\.000 GB free: free some, train on fewer prompts, or set"
+        ValueError,
+        match=r"states of 500 tokens .* has 0\.000 GB free: free some, train on fewer prompts, or set",
     ):
         extract(shards, target)
 
@@ -123,14 +141,20 @@ def pod(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             ctx = FlyteContextManager.current_context()
             access = ctx.file_access.__class__(str(tmp_path / "sandbox"), prefix)
             state = ctx.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
-            stack.enter_context(FlyteContextManager.with_context(ctx.with_file_access(access).with_execution_state(state)))
+            stack.enter_context(
+                FlyteContextManager.with_context(ctx.with_file_access(access).with_execution_state(state))
+            )
 
         yield enter
 
 
 def test_every_attempt_and_execution_finds_the_same_place(pod: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     places = set()
-    for attempt in ("s3://bucket/raw/a7/f1-n1-dn0-0", "s3://bucket/raw/xx/f1-n1-dn0-1", "s3://bucket/raw/b2/f2-n1-dn0-0/"):
+    for attempt in (
+        "s3://bucket/raw/a7/f1-n1-dn0-0",
+        "s3://bucket/raw/xx/f1-n1-dn0-1",
+        "s3://bucket/raw/b2/f2-n1-dn0-0/",
+    ):
         pod(attempt)
         with store.keyed_place("states", "key") as place:
             places.add(place)

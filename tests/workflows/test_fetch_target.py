@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from eagle3.config import TargetConfig
-from eagle3.target import resolve
-from workflows.interfaces import TargetRef
+from eagle3.config.engine import TargetConfig
+from eagle3.targets import resolve
+from workflows.flyte.interfaces import TargetRef
 from workflows.tasks.fetch_target import fetch_target
 
 
-def test_a_hub_target_is_fetched_at_the_commit_behind_its_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hub_target_is_fetched_at_the_commit_behind_its_digest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     fetched = []
 
     def fetch(cfg: TargetConfig, out_dir: str) -> None:
@@ -23,6 +25,8 @@ def test_a_hub_target_is_fetched_at_the_commit_behind_its_digest(monkeypatch: py
     monkeypatch.setattr(resolve, "fetch_target", fetch)
     monkeypatch.setenv("EAGLE3_STORE", str(tmp_path))
     ref = TargetRef("org/model", "0123abc", "digest")
-    target = fetch_target.task_function(target=TargetConfig(name="org/model", revision="main"), ref=ref, target_digest="digest")
+    target = fetch_target.task_function(
+        target=TargetConfig(name="org/model", revision="main"), ref=ref, target_digest="digest"
+    )
     assert fetched == ["0123abc"]
     assert (target.revision, target.num_layers, target.vocab_size, target.hidden_size) == ("0123abc", 3, 7, 5)

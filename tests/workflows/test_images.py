@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from flyte_runs import ROOT
 from flytekit import ImageSpec
 from flytekit.image_spec.default_builder import create_docker_context
 
 import images
+from tests.helpers.flyte_runs import ROOT
 
 LINUX = ["--python-platform", "x86_64-manylinux_2_28", "--python-version", "3.12"]
 
@@ -26,7 +26,9 @@ def test_an_image_installs_its_lock_from_any_directory(
     monkeypatch.chdir(tmp_path)
     create_docker_context(image, tmp_path)
     assert "uv pip install --no-deps" in (tmp_path / "Dockerfile").read_text()
-    assert (tmp_path / "requirements_uv.txt").read_text().split() == (ROOT / "images" / lock).read_text().split()
+    assert (tmp_path / "requirements_uv.txt").read_text().split() == (
+        ROOT / "images" / lock
+    ).read_text().split()
 
 
 def test_an_image_is_known_by_content_not_by_place() -> None:
@@ -35,21 +37,37 @@ def test_an_image_is_known_by_content_not_by_place() -> None:
 
 
 def test_code_lies_in_images_that_are_named_for_it(tmp_path: Path) -> None:
-    environment = os.environ | {"EAGLE3_TAG": "v7", "EAGLE3_REGISTRY": "ghcr.io/acme", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {
+        "EAGLE3_TAG": "v7",
+        "EAGLE3_REGISTRY": "ghcr.io/acme",
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-m", "images.build", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     names, contexts = zip(*(line.split() for line in done.stdout.splitlines()), strict=True)
-    assert [name.partition(":")[0] for name in names] == ["ghcr.io/acme/eagle3-cpu", "ghcr.io/acme/eagle3-gpu"]
+    assert [name.partition(":")[0] for name in names] == [
+        "ghcr.io/acme/eagle3-cpu",
+        "ghcr.io/acme/eagle3-gpu",
+    ]
     assert all(name.endswith("-v7") for name in names)
     for context in map(Path, contexts):
         assert (context / "Dockerfile").read_text().endswith("COPY --chown=flytekit code /root\n")
         found = {str(path.relative_to(context / "code")) for path in (context / "code").rglob("*.py")}
-        here = {str(path.relative_to(ROOT)) for name in ("eagle3", "workflows", "images") for path in (ROOT / name).rglob("*.py")}
+        here = {
+            str(path.relative_to(ROOT))
+            for name in ("eagle3", "workflows", "images")
+            for path in (ROOT / name).rglob("*.py")
+        }
         assert found == here
         assert (context / "code/workflows/recipes/tools.jinja").exists()
     untagged = subprocess.run(
-        command, env=environment | {"EAGLE3_TAG": ""}, capture_output=True, text=True, timeout=120, cwd=tmp_path
+        command,
+        env=environment | {"EAGLE3_TAG": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
     )
     assert "set EAGLE3_TAG" in untagged.stderr
 
@@ -66,15 +84,29 @@ def test_both_locks_hold_the_same_engine() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("extra", "where"),
-    [("cpu", ["--universal", "--python-version", "3.11"]), ("gpu", LINUX)],
+    ("extra", "where"), [("cpu", ["--universal", "--python-version", "3.11"]), ("gpu", LINUX)]
 )
 def test_a_lock_is_what_its_requirements_resolve_to(extra: str, where: list[str]) -> None:
     """Asks the package index for metadata; the lock's own versions are preferred, so newer ones change nothing."""
     lock = ROOT / "images" / f"{extra}.lock"
-    command = ["pip", "compile", "-q", "pyproject.toml", "--no-header", "--no-annotate", "--extra", extra, "-c", str(lock)]
+    command = [
+        "pip",
+        "compile",
+        "-q",
+        "pyproject.toml",
+        "--no-header",
+        "--no-annotate",
+        "--extra",
+        extra,
+        "-c",
+        str(lock),
+    ]
     done = subprocess.run(
-        [str(Path(sys.executable).parent / "uv"), *command, *where], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [str(Path(sys.executable).parent / "uv"), *command, *where],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     found, locked = set(done.stdout.splitlines()), set(lock.read_text().splitlines())
@@ -120,8 +152,13 @@ def test_every_module_can_be_imported_from_what_the_cpu_lock_installs(new_enviro
     assert done.returncode == 0, done.stderr
     packages = ("eagle3", "workflows", "images")
     num_modules = sum(path.name != "__init__.py" for p in packages for path in (ROOT / p).rglob("*.py"))
-    num_packages = sum((path / "__init__.py").exists() for p in packages for path in (ROOT / p).rglob("*") if path.is_dir())
+    num_packages = sum(
+        (path / "__init__.py").exists() for p in packages for path in (ROOT / p).rglob("*") if path.is_dir()
+    )
     installed, *_, num_found = done.stdout.splitlines()
     assert int(num_found) == num_modules + num_packages
-    locked = {line.partition("==")[0].replace(".", "-") for line in (ROOT / "images/cpu.lock").read_text().splitlines()}
+    locked = {
+        line.partition("==")[0].replace(".", "-")
+        for line in (ROOT / "images/cpu.lock").read_text().splitlines()
+    }
     assert set(installed.split()) - locked <= {"pip", "uv"}

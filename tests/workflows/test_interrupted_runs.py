@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flyte_runs import ROOT, write_prompts, write_recipe
+
+from tests.helpers.flyte_runs import ROOT, write_prompts, write_recipe
 
 pytestmark = pytest.mark.slow
 PYFLYTE = [sys.executable, "-c", "from flytekit.clis.sdk_in_container.pyflyte import main; main()"]
@@ -31,11 +32,20 @@ class Work:
 
     def start(self, workflow: str, name: str = "run", **blocks: Any) -> subprocess.Popen[bytes]:
         recipe = write_recipe(self.path / f"{name}.yaml", self.target, self.prompts, **blocks)
-        command = [*PYFLYTE, "run", str(ROOT / "workflows/train_eagle3.py"), workflow, "--inputs-file", str(recipe)]
+        command = [
+            *PYFLYTE,
+            "run",
+            str(ROOT / "workflows/train_eagle3.py"),
+            workflow,
+            "--inputs-file",
+            str(recipe),
+        ]
         env = os.environ | {"HOME": str(self.path), "EAGLE3_STORE": str(self.store), "OMP_NUM_THREADS": "1"}
         with open(self.log(name), "ab") as log:
             # A session of its own: the signal is to reach pyflyte alone, as a supervisor's does.
-            made = subprocess.Popen(command, cwd=self.path, env=env, stdout=log, stderr=log, start_new_session=True)
+            made = subprocess.Popen(
+                command, cwd=self.path, env=env, stdout=log, stderr=log, start_new_session=True
+            )
         self.started.append(made)
         return made
 
@@ -79,7 +89,9 @@ def runs(pid: int) -> bool:
         return False
 
 
-def wait_for(found: Callable[[], Any], seconds: float, what: str, process: subprocess.Popen[bytes] | None = None) -> Any:
+def wait_for(
+    found: Callable[[], Any], seconds: float, what: str, process: subprocess.Popen[bytes] | None = None
+) -> Any:
     end = time.monotonic() + seconds
     while not (value := found()):
         assert process is None or process.poll() is None, f"ended before {what}"
@@ -116,12 +128,16 @@ def test_ctrl_c_stops_everything_within_seconds_and_the_next_run_goes_on(work: A
 
     def answers() -> list[str]:
         return [
-            line for log in here.store.glob("regenerate_responses-*/answers-*.jsonl") for line in log.read_text().splitlines()
+            line
+            for log in here.store.glob("regenerate_responses-*/answers-*.jsonl")
+            for line in log.read_text().splitlines()
         ]
 
     def chunks() -> dict[str, int]:
         entries = here.store.glob("extract_hidden_states-*/chunk-*.json")
-        return {p.name: p.stat().st_mtime_ns for e in entries for p in e.parent.glob(f"{e.stem}-*.safetensors")}
+        return {
+            p.name: p.stat().st_mtime_ns for e in entries for p in e.parent.glob(f"{e.stem}-*.safetensors")
+        }
 
     def checkpoint() -> list[Path]:
         return list(here.store.glob("train_draft-*.unfinished/checkpoint.safetensors"))
@@ -136,7 +152,9 @@ def test_ctrl_c_stops_everything_within_seconds_and_the_next_run_goes_on(work: A
     first_chunks = chunks()
 
     assert interrupt_when(run(), checkpoint, "a checkpoint") < STOPPED_WITHIN_S
-    now = {p.name: p.stat().st_mtime_ns for p in here.store.glob("extract_hidden_states-*/chunk-*.safetensors")}
+    now = {
+        p.name: p.stat().st_mtime_ns for p in here.store.glob("extract_hidden_states-*/chunk-*.safetensors")
+    }
     assert first_chunks.items() < now.items()  # not written again
 
     last = run()
@@ -145,7 +163,9 @@ def test_ctrl_c_stops_everything_within_seconds_and_the_next_run_goes_on(work: A
     (metrics,) = here.store.glob("train_draft-*/metrics.jsonl")
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1))
-    resumed = [(int(m[1]), int(m[2])) for m in re.finditer(r"(\d+) of (\d+) steps done", here.log().read_text())]
+    resumed = [
+        (int(m[1]), int(m[2])) for m in re.finditer(r"(\d+) of (\d+) steps done", here.log().read_text())
+    ]
     assert len(resumed) == 2
     assert resumed[0][0] == 0 < resumed[1][0] < resumed[1][1]
 
@@ -153,7 +173,9 @@ def test_ctrl_c_stops_everything_within_seconds_and_the_next_run_goes_on(work: A
 def test_two_runs_at_once_do_not_disturb_each_other(work: Any) -> None:
     here, rates = work(8), {"fast": 2e-3, "slow": 1e-3}
     # One name: both write runs/tiny.
-    both = {name: here.start("train_eagle3", name, train={"learning_rate": rate}) for name, rate in rates.items()}
+    both = {
+        name: here.start("train_eagle3", name, train={"learning_rate": rate}) for name, rate in rates.items()
+    }
     for name, process in both.items():
         assert process.wait(300) == 0, here.log(name).read_text()[-3000:]
     summary = json.loads((here.path / "runs/tiny/summary.json").read_text())
@@ -164,7 +186,9 @@ def test_two_runs_at_once_do_not_disturb_each_other(work: Any) -> None:
         assert Path(mine[0], "model.safetensors").exists()
         assert summary["stages"]
         # Each counts what it did itself, the other's work is not in its journal.
-        assert [line.split()[2:] for line in text.splitlines() if line.startswith("train_draft ")] == [["made", "1"]]
+        assert [line.split()[2:] for line in text.splitlines() if line.startswith("train_draft ")] == [
+            ["made", "1"]
+        ]
     assert len(list(here.store.glob("export_draft-*"))) == 2
     assert not list(here.store.glob("*.unfinished"))
     assert not list((here.path / "runs/tiny").glob("*.part"))
@@ -174,7 +198,9 @@ def test_two_runs_at_once_do_not_disturb_each_other(work: Any) -> None:
         assert third.wait(120) == 0
         text = here.log(f"again-{name}").read_text()
         table = re.findall(
-            r"^(regenerate_responses|extract_hidden_states|train_draft|evaluate_draft) +[\d.]+ +(.*)$", text, re.MULTILINE
+            r"^(regenerate_responses|extract_hidden_states|train_draft|evaluate_draft) +[\d.]+ +(.*)$",
+            text,
+            re.MULTILINE,
         )
         assert len(table) == 4
         assert all(done.startswith("cached") for _, done in table)

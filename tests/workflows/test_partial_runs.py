@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flyte_runs import pyflyte_run, write_prompts, write_recipe
 
-from eagle3.shards import TokenRow, read_token_shard, write_token_shard
-from workflows import journal, train_eagle3
+from eagle3.shards.tokens import TokenRow, read_token_shard, write_token_shard
+from tests.helpers.flyte_runs import pyflyte_run, write_prompts, write_recipe
+from workflows import train_eagle3
+from workflows.flyte import journal
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("light")]
 STOPS = ("until_regenerate", "until_extract", "until_train", "until_export")
@@ -44,7 +45,9 @@ class Runs:
 
     def attempt(self, workflow: str, shards: Any = None, **blocks: Any) -> Any:
         recipe = write_recipe(self.workplace / "recipe.yaml", self.target, self.prompts, **blocks)
-        return pyflyte_run(recipe, workflow=workflow, more=[] if shards is None else ["--shards", json.dumps(shards)])
+        return pyflyte_run(
+            recipe, workflow=workflow, more=[] if shards is None else ["--shards", json.dumps(shards)]
+        )
 
     def listed(self, kind: str) -> list[str]:
         content = json.loads((self.workplace / f"runs/tiny/{kind}.json").read_text())
@@ -53,7 +56,11 @@ class Runs:
     def refusal(self, workflow: str, shards: Any, **blocks: Any) -> "Squeezed":
         result = self.attempt(workflow, shards, **blocks)
         assert result.exit_code != 0
-        assert not {e.stage for e in journal.entries()} & {"regenerate_responses", "extract_hidden_states", "train_draft"}
+        assert not {e.stage for e in journal.entries()} & {
+            "regenerate_responses",
+            "extract_hidden_states",
+            "train_draft",
+        }
         # Wrapped anywhere, even inside words.
         return Squeezed(f"{result.output} {result.exception}")
 
@@ -118,7 +125,9 @@ def test_training_from_the_states_of_a_finished_run_is_a_cache_hit(runs: Runs, s
     assert summary["prompts"] == {"train": 10, "heldout": 2}
 
 
-def test_states_at_another_place_train_another_draft_with_another_rate(runs: Runs, stops: Any, tmp_path: Path) -> None:
+def test_states_at_another_place_train_another_draft_with_another_rate(
+    runs: Runs, stops: Any, tmp_path: Path
+) -> None:
     for place in runs.listed("hidden_states"):
         shutil.copytree(place, tmp_path / "moved" / Path(place).name)
     counts = runs.run("train_from_states", [str(tmp_path / "moved")], train={"learning_rate": 3e-3})
@@ -155,33 +164,49 @@ def test_hidden_states_that_do_not_fit_are_refused(runs: Runs, stops: Any, tmp_p
         chunk.write_bytes(chunk.read_bytes()[:-1])
 
     unfinished = altered("unfinished", lambda path: (path / "manifest.json").unlink())
-    assert "manifest.json is missing: the shard was not finished" in runs.refusal("train_from_states", [unfinished])
+    assert "manifest.json is missing: the shard was not finished" in runs.refusal(
+        "train_from_states", [unfinished]
+    )
     foreign = runs.refusal("train_from_states", [altered("foreign", other_target)])
     assert "revision v0, digest another; this run's is tiny/bytes" in foreign
     assert "bytes expected" in runs.refusal("train_from_states", [altered("cut", cut)])
     assert "are the same shard" in runs.refusal("train_from_states", [places[0], places[1], places[0]])
     layers = runs.refusal("train_from_states", places, extract={"layer_ids": [0, 1, 2]})
     assert "holds the aux layers [1, 2, 3], this run wants [0, 1, 2]" in layers
-    assert "holds no finished hidden-state shard" in runs.refusal("train_from_states", [str(tmp_path / "nowhere")])
+    assert "holds no finished hidden-state shard" in runs.refusal(
+        "train_from_states", [str(tmp_path / "nowhere")]
+    )
     assert "at least one shard must be given" in runs.refusal("train_from_states", [])
     wrong_list = runs.refusal("train_from_states", ["runs/tiny/token_shards.json"])
-    assert "lists token_shards, this workflow starts from hidden_states; train_from_shards takes it" in wrong_list
+    assert (
+        "lists token_shards, this workflow starts from hidden_states; train_from_shards takes it"
+        in wrong_list
+    )
 
 
 def test_token_shards_that_do_not_fit_are_refused(runs: Runs, stops: Any, tmp_path: Path) -> None:
     places = runs.listed("token_shards")
     assert "are the same shard" in runs.refusal("train_from_shards", [places[0], places[0]])
     write_token_shard(tmp_path / "ids.parquet", [TokenRow("a:b", "x", [1, 10**6], [False, True])])
-    assert "was prepared for another target" in runs.refusal("train_from_shards", [str(tmp_path / "ids.parquet")])
+    assert "was prepared for another target" in runs.refusal(
+        "train_from_shards", [str(tmp_path / "ids.parquet")]
+    )
     (tmp_path / "torn.parquet").write_bytes(b"PAR1")
-    assert "is not a readable token shard" in runs.refusal("train_from_shards", [str(tmp_path / "torn.parquet")])
+    assert "is not a readable token shard" in runs.refusal(
+        "train_from_shards", [str(tmp_path / "torn.parquet")]
+    )
     prepared = next((runs.workplace / "store").glob("prepare_data-*")) / "shard-00000.parquet"
     waits = runs.refusal("train_from_shards", [str(prepared)], regenerate={"enabled": False})
     assert "set regenerate.enabled to true" in waits
     heldout = read_token_shard(prepared.with_name("heldout.parquet"))
-    leaked = [TokenRow(row.sample_id, "x", [*row.token_ids, 1], [False] * len(row.token_ids) + [True]) for row in heldout]
+    leaked = [
+        TokenRow(row.sample_id, "x", [*row.token_ids, 1], [False] * len(row.token_ids) + [True])
+        for row in heldout
+    ]
     write_token_shard(tmp_path / "leaked.parquet", leaked)
-    assert "2 of 2 rows begin with a held-out prompt" in runs.refusal("train_from_shards", [str(tmp_path / "leaked.parquet")])
+    assert "2 of 2 rows begin with a held-out prompt" in runs.refusal(
+        "train_from_shards", [str(tmp_path / "leaked.parquet")]
+    )
     listing = json.loads((runs.workplace / "runs/tiny/token_shards.json").read_text())
     listing["target"]["digest"] = "another"
     (tmp_path / "other.json").write_text(json.dumps(listing))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from flyte_runs import pyflyte_run, write_prompts, write_recipe
 
-from workflows import journal, store
+from tests.helpers.flyte_runs import pyflyte_run, write_prompts, write_recipe
+from workflows.flyte import journal, store
 
 
 class Planner:
@@ -48,9 +48,11 @@ def test_a_plan_counts_rows_and_tokens_and_shows_its_assumptions(planner: Planne
     assert list(store.root().glob("tokenizer-*/config.json"))
 
 
-def test_prepare_alone_and_the_whole_run_share_one_cache_entry(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_alone_and_the_whole_run_share_one_cache_entry(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """prepare_shards fetches no weights; the driver, which does, still finds its shards, and so does the plan."""
-    from eagle3.target import engine
+    from eagle3.engine import engine
 
     def far_enough(*_: Any, **__: Any) -> None:
         raise RuntimeError("far enough")
@@ -66,7 +68,9 @@ def test_prepare_alone_and_the_whole_run_share_one_cache_entry(planner: Planner,
 
 
 @pytest.mark.slow
-def test_a_plan_knows_what_a_finished_run_left_in_the_cache(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_knows_what_a_finished_run_left_in_the_cache(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from eagle3.evaluation import benchmark
     from eagle3.training import launch
     from eagle3.training.loop import train
@@ -98,7 +102,9 @@ def test_a_plan_knows_what_a_finished_run_left_in_the_cache(planner: Planner, mo
     assert other["export"].startswith("unknown")
     longer = planner.plan(regenerate={"max_new_tokens": 13})[0]["cached"]
     assert (longer["prepare"], longer["regenerate"]) == ("yes", "0 of 3 shards")
-    elsewhere = planner.plan(resources={"engine": {"accelerator": "H100"}}, fanout={"replicas": 1})[0]["cached"]
+    elsewhere = planner.plan(resources={"engine": {"accelerator": "H100"}}, fanout={"replicas": 1})[0][
+        "cached"
+    ]
     assert elsewhere == whole
 
 
@@ -108,11 +114,20 @@ def test_a_plan_knows_what_a_finished_run_left_in_the_cache(planner: Planner, mo
         ({"vocab": {"size": 10**6}}, "lower vocab.size"),
         ({"extract": {"layer_ids": [1, 9]}}, "extract.layer_ids"),
         ({"data": {"min_shards": 4}}, "min_shards"),
-        ({"engine": {"max_model_len": 80}, "regenerate": {"max_new_tokens": 60}}, "must not exceed engine.max_model_len 80"),
+        (
+            {"engine": {"max_model_len": 80}, "regenerate": {"max_new_tokens": 60}},
+            "must not exceed engine.max_model_len 80",
+        ),
         ({"engine": {"max_model_len": 512}}, "must not exceed the target's 256 positions"),
         ({"fanout": {"tensor_parallel_size": 3}}, "divisible by fanout.tensor_parallel_size"),
-        ({"resources": {"trainer": {"gpus": 2}}}, "train.packs_per_step must be a multiple of resources.trainer.gpus 2"),
-        ({"resources": {"trainer": {"ephemeral_storage": "100Gi"}}}, "resources.trainer.ephemeral_storage must hold"),
+        (
+            {"resources": {"trainer": {"gpus": 2}}},
+            "train.packs_per_step must be a multiple of resources.trainer.gpus 2",
+        ),
+        (
+            {"resources": {"trainer": {"ephemeral_storage": "100Gi"}}},
+            "resources.trainer.ephemeral_storage must hold",
+        ),
         ({"target": {"public_name": ""}}, "public_name"),
         ({"train": {"init_from": "runs/absent"}}, "a pod cannot read directories of your machine"),
     ],
@@ -123,6 +138,8 @@ def test_impossible_settings_are_refused(planner: Planner, blocks: dict[str, Any
     assert complaint in " ".join(result.output.split())
 
 
-def test_a_run_that_would_not_fit_on_this_disk_is_told_so(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_would_not_fit_on_this_disk_is_told_so(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store, "free_bytes", lambda: 10)
     assert "a run on this machine would be refused" in planner.plan()[1].output

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import Result
-from flyte_runs import pyflyte_run, write_prompts, write_recipe
 
-from workflows import journal
+from tests.helpers.flyte_runs import pyflyte_run, write_prompts, write_recipe
+from workflows.flyte import journal
 
 
 def runs_and_hits() -> tuple[int, int]:
@@ -20,7 +20,9 @@ def runs_and_hits() -> tuple[int, int]:
 @pytest.fixture
 def run(workplace: Path, tiny_target: Path, tmp_path: Path) -> Any:
     def prepare(sources: list[dict[str, Any]], prompts: Path | None = None, **data: Any) -> Result:
-        recipe = write_recipe(tmp_path / "recipe.yaml", tiny_target, prompts or Path(), data={"sources": sources, **data})
+        recipe = write_recipe(
+            tmp_path / "recipe.yaml", tiny_target, prompts or Path(), data={"sources": sources, **data}
+        )
         if not prompts:
             settings = yaml.safe_load(recipe.read_text())
             del settings["prompts"]
@@ -32,12 +34,18 @@ def run(workplace: Path, tiny_target: Path, tmp_path: Path) -> Any:
 
 def test_sources_become_shards_with_counts_and_report(run: Any, workplace: Path, tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
-    chats.write_text(json.dumps({"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "<b>"}]}) + "\n{}\n")
+    chats.write_text(
+        json.dumps({"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "<b>"}]})
+        + "\n{}\n"
+    )
     sources = [{"path": str(chats), "name": "chats", "thinking": False, "regenerate": False}]
     result = run(sources, write_prompts(tmp_path / "prompts.jsonl", 0, 5))
     assert result.exit_code == 0, (result.output, result.exception)
     report = json.loads((workplace / "runs/tiny/data.json").read_text())
-    assert {name: figures["rows_kept"] for name, figures in report["sources"].items()} == {"train": 5, "chats": 1}
+    assert {name: figures["rows_kept"] for name, figures in report["sources"].items()} == {
+        "train": 5,
+        "chats": 1,
+    }
     assert report["sources"]["chats"]["dropped"] == {"no_conversation": 1}
     page = (workplace / "runs/tiny/data.html").read_text()
     assert "<mark>&lt;b&gt;" in page
@@ -78,7 +86,10 @@ def test_where_all_rows_wait_no_coverage_is_shown(run: Any, workplace: Path, tmp
     result = run([], write_prompts(tmp_path / "prompts.jsonl", 20, 24))
     assert result.exit_code == 0, (result.output, result.exception)
     assert "vocab" not in json.loads((workplace / "runs/tiny/data.json").read_text())
-    assert "train: what is covered is known when the target has answered" in (workplace / "runs/tiny/data.html").read_text()
+    assert (
+        "train: what is covered is known when the target has answered"
+        in (workplace / "runs/tiny/data.html").read_text()
+    )
     assert not [e for e in journal.entries() if e.stage == "describe_rows"]
 
 

@@ -6,15 +6,15 @@ from typing import Any, get_type_hints
 
 import pytest
 import yaml
-from flyte_runs import ROOT, pyflyte_run, write_prompts, write_recipe
 
-from eagle3.estimates import Workload
-from eagle3.plan import PodDisks, RunSettings, check_settings, make_plan
-from eagle3.resources import quantity_bytes
-from eagle3.stage_config import StageConfig
-from tests.configs import GPT_OSS_20B, LLAMA31_8B, QWEN3_8B, QWEN3_30B_A3B
-from workflows import journal
-from workflows.resources import DATA, ENGINE, TRAINER
+from eagle3.config.base import StageConfig
+from eagle3.config.resources import quantity_bytes
+from eagle3.planning.estimates import Workload
+from eagle3.planning.plan import PodDisks, RunSettings, check_settings, make_plan
+from tests.helpers.configs import GPT_OSS_20B, LLAMA31_8B, QWEN3_8B, QWEN3_30B_A3B
+from tests.helpers.flyte_runs import ROOT, pyflyte_run, write_prompts, write_recipe
+from workflows.flyte import journal
+from workflows.flyte.pods import DATA, ENGINE, TRAINER
 from workflows.train_eagle3 import train_eagle3
 
 
@@ -48,7 +48,9 @@ ROWS, PROMPT_TOKENS, ANSWER_TOKENS = 50_000, 200, 1_000
 def settings_of(name: str) -> RunSettings:
     blocks = yaml.safe_load((ROOT / f"workflows/recipes/{name}.yaml").read_text())
     kinds = get_type_hints(train_eagle3._workflow_function)
-    return RunSettings(**{field.name: kinds[field.name](**blocks.get(field.name, {})) for field in fields(RunSettings)})
+    return RunSettings(
+        **{field.name: kinds[field.name](**blocks.get(field.name, {})) for field in fields(RunSettings)}
+    )
 
 
 def test_every_recipe_for_a_cluster_is_checked_against_its_target() -> None:
@@ -77,7 +79,14 @@ def test_a_recipes_comment_states_what_the_plan_works_out(name: str) -> None:
         max_supervised=tokens,
     )
     plan = make_plan(cfg, TARGETS[name], name, [], 200, work)
-    fp8 = make_plan(replace(cfg, extract=cfg.extract.model_copy(update={"encoding": "fp8"})), TARGETS[name], name, [], 200, work)
+    fp8 = make_plan(
+        replace(cfg, extract=cfg.extract.model_copy(update={"encoding": "fp8"})),
+        TARGETS[name],
+        name,
+        [],
+        200,
+        work,
+    )
     comment = (ROOT / f"workflows/recipes/{name}.yaml").read_text().partition("run_name:")[0]
     parts = ", ".join(f"{stage.gpu_hours:.1f} {stage.stage}" for stage in plan.stages)
     for said in (
@@ -97,9 +106,13 @@ def test_a_recipes_comment_states_what_the_plan_works_out(name: str) -> None:
         ({"engine": {"engine": "tensorrt"}}, "engine"),
     ],
 )
-def test_unknown_keys_are_refused(workplace: Path, tmp_path: Path, blocks: dict[str, Any], complaint: str) -> None:
+def test_unknown_keys_are_refused(
+    workplace: Path, tmp_path: Path, blocks: dict[str, Any], complaint: str
+) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", 0, 4)
-    assert complaint in refusal(pyflyte_run(write_recipe(tmp_path / "recipe.yaml", tmp_path, prompts, **blocks)))
+    assert complaint in refusal(
+        pyflyte_run(write_recipe(tmp_path / "recipe.yaml", tmp_path, prompts, **blocks))
+    )
 
 
 def test_missing_prompts_are_refused(workplace: Path, tmp_path: Path) -> None:
@@ -122,9 +135,14 @@ def test_missing_prompts_are_refused(workplace: Path, tmp_path: Path) -> None:
     ],
 )
 def test_impossible_settings_are_refused_before_the_engine_starts(
-    workplace: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, blocks: dict[str, Any], complaint: str
+    workplace: Path,
+    tiny_target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    blocks: dict[str, Any],
+    complaint: str,
 ) -> None:
-    from eagle3.target import engine
+    from eagle3.engine import engine
 
     monkeypatch.setattr(engine, "_run", lambda *_, **__: pytest.fail("the engine was started"))
     prompts = write_prompts(tmp_path / "prompts.jsonl", 0, 4)

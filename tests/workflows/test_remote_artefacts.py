@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from flyte_runs import ROOT
 from flytekit.clis.sdk_in_container.pyflyte import main
-from object_store import KEY_ID, SECRET
-from remote_runs import Cluster, Run
 
 from eagle3.export import verify_export
+from tests.flyte_stand_in.object_store import KEY_ID, SECRET
+from tests.flyte_stand_in.remote_runs import Cluster, Run
+from tests.helpers.flyte_runs import ROOT
 from workflows.retrain_eagle3 import retrain_eagle3
 from workflows.train_eagle3 import train_eagle3, train_from_shards, train_from_states
 
@@ -30,7 +30,10 @@ def node_of(workflow: Any, task: str) -> str:
 
 def test_the_readme_knows_the_node_of_every_summary() -> None:
     readme = (ROOT / "README.md").read_text()
-    said = re.search(r"(n\d+) is `summarize_run` of `(\w+)`; it is (n\d+) of `(\w+)` and `(\w+)`, (n\d+) of `(\w+)`", readme)
+    said = re.search(
+        r"(n\d+) is `summarize_run` of `(\w+)`; it is (n\d+) of `(\w+)` and `(\w+)`, (n\d+) of `(\w+)`",
+        readme,
+    )
     assert said is not None
     nodes = {said[2]: said[1], said[4]: said[3], said[5]: said[3], said[7]: said[6]}
     workflows = (train_eagle3, train_from_shards, train_from_states, retrain_eagle3)
@@ -49,11 +52,18 @@ def fetched(cluster: Cluster, first: Run, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_pyflyte_fetches_the_report_of_a_finished_execution(fetched: Path) -> None:
-    assert {path.name for path in fetched.iterdir()} == {"summary.json", "report.html", "data.html", "data.json"}
+    assert {path.name for path in fetched.iterdir()} == {
+        "summary.json",
+        "report.html",
+        "data.html",
+        "data.json",
+    }
     assert "Fetch" in (fetched / "report.html").read_text()
 
 
-def test_the_line_in_the_summary_fetches_what_the_line_below_serves(first: Run, fetched: Path, tmp_path: Path) -> None:
+def test_the_line_in_the_summary_fetches_what_the_line_below_serves(
+    first: Run, fetched: Path, tmp_path: Path
+) -> None:
     serve = json.loads((fetched / "summary.json").read_text())["serve"]
     environment = os.environ | {
         "AWS_ENDPOINT_URL": first.plane.store.url,
@@ -62,10 +72,14 @@ def test_the_line_in_the_summary_fetches_what_the_line_below_serves(first: Run, 
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
     for _ in range(2):  # again into what is there
-        subprocess.run(["bash", "-euc", serve["Fetch"]], cwd=tmp_path, env=environment, check=True, timeout=120)
+        subprocess.run(
+            ["bash", "-euc", serve["Fetch"]], cwd=tmp_path, env=environment, check=True, timeout=120
+        )
     words = shlex.split(serve["HTTP server"])
     assert words[:3] == ["vllm", "serve", "target"]
     assert json.loads(words[words.index("--speculative-config") + 1])["model"] == "draft"
     assert {path.name for path in tmp_path.iterdir()} == {"draft", "target"}
     assert verify_export(tmp_path / "draft") == first.output("export_draft")["digest"]
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "target").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in (tmp_path / "target").iterdir()
+    }

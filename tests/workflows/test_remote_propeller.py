@@ -3,14 +3,15 @@
 from typing import Any
 
 import pytest
-from control_plane import ControlPlane
 from flyteidl.core.identifier_pb2 import Identifier
 from flyteidl.core.literals_pb2 import Binding, Literal, LiteralMap
 from flyteidl.core.tasks_pb2 import TaskTemplate
 from flyteidl.core.workflow_pb2 import ArrayNode, WorkflowTemplate
-from object_store import BUCKET, ObjectStore
-from pods import Attempt
-from propeller import Propeller, key_of, needed_successes
+
+from tests.flyte_stand_in.control_plane import ControlPlane
+from tests.flyte_stand_in.object_store import BUCKET, ObjectStore
+from tests.flyte_stand_in.pods import Attempt
+from tests.flyte_stand_in.propeller import Propeller, key_of, needed_successes
 
 pytestmark = pytest.mark.remote
 ID = Identifier(project="p", domain="d", name="workflows.tasks.count", version="v")
@@ -35,7 +36,11 @@ class CountingPods:
 def run_counting(propeller: Propeller, execution: str, overwrite_cache: bool = False) -> int:
     """Run a workflow of one cached task; returns its output."""
     task = TaskTemplate(id=ID)
-    task.metadata.discoverable, task.metadata.discovery_version, task.metadata.pod_template_name = True, "1", "pool"
+    task.metadata.discoverable, task.metadata.discovery_version, task.metadata.pod_template_name = (
+        True,
+        "1",
+        "pool",
+    )
     workflow = WorkflowTemplate()
     workflow.nodes.add(id="n0").task_node.reference_id.CopyFrom(ID)
     output = Binding(var="o0")
@@ -45,7 +50,9 @@ def run_counting(propeller: Propeller, execution: str, overwrite_cache: bool = F
     return int(made["o0"].scalar.primitive.integer)
 
 
-def test_an_execution_that_overwrites_the_cache_reads_nothing_there_and_writes_what_it_made(plane: ControlPlane) -> None:
+def test_an_execution_that_overwrites_the_cache_reads_nothing_there_and_writes_what_it_made(
+    plane: ControlPlane,
+) -> None:
     pods: Any = CountingPods(plane.store)
     propeller = Propeller(plane.store, pods)
     made = [run_counting(propeller, f"count{i}", overwrite_cache=i == 2) for i in range(4)]
@@ -55,13 +62,25 @@ def test_an_execution_that_overwrites_the_cache_reads_nothing_there_and_writes_w
 
 
 def test_a_success_ratio_of_zero_asks_for_nothing_and_none_for_all() -> None:
-    needed = [needed_successes(ArrayNode(**how), 3) for how in ({"min_success_ratio": 0.0}, {"min_success_ratio": 0.5}, {})]
+    needed = [
+        needed_successes(ArrayNode(**how), 3)
+        for how in ({"min_success_ratio": 0.0}, {"min_success_ratio": 0.5}, {})
+    ]
     assert needed == [0, 2, 3]
 
 
 def test_a_pod_unpacks_its_code_in_its_own_directory_and_not_in_this_machines() -> None:
     """`pyflyte register` names the directory of the image."""
     task = TaskTemplate(id=ID)
-    task.container.args.extend(["pyflyte-fast-execute", "--dest-dir", "/root", "--", "pyflyte-execute", "{{.input}}"])
+    task.container.args.extend(
+        ["pyflyte-fast-execute", "--dest-dir", "/root", "--", "pyflyte-execute", "{{.input}}"]
+    )
     attempt = Attempt("e", "n0", task, 0, None, "s3://in", "s3://out", "s3://raw", "s3://now", "")
-    assert attempt.command() == ["pyflyte-fast-execute", "--dest-dir", ".", "--", "pyflyte-execute", "s3://in"]
+    assert attempt.command() == [
+        "pyflyte-fast-execute",
+        "--dest-dir",
+        ".",
+        "--",
+        "pyflyte-execute",
+        "s3://in",
+    ]

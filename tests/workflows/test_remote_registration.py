@@ -13,8 +13,6 @@ from typing import Any
 import grpc
 import pytest
 from click.testing import CliRunner
-from control_plane import ControlPlane
-from flyte_runs import ROOT
 from flyteidl.admin import launch_plan_pb2, task_pb2, workflow_pb2
 from flyteidl.core.identifier_pb2 import Identifier
 from flyteidl.service.admin_pb2_grpc import AdminServiceStub
@@ -22,9 +20,11 @@ from flytekit import LaunchPlan
 from flytekit.clis.sdk_in_container.pyflyte import main
 from flytekit.configuration import Config
 from flytekit.remote import FlyteRemote
-from remote_runs import Cluster, Run, as_dict, succeeded
 from test_remote_run import UNCACHED
 
+from tests.flyte_stand_in.control_plane import ControlPlane
+from tests.flyte_stand_in.remote_runs import Cluster, Run, as_dict, succeeded
+from tests.helpers.flyte_runs import ROOT
 from workflows.prepare_data import prepare_shards
 
 pytestmark = [pytest.mark.remote, pytest.mark.slow]
@@ -46,7 +46,9 @@ def workflow_request(*upstream: str) -> Any:
 
 
 def plan_request(role: str) -> Any:
-    return launch_plan_pb2.LaunchPlanCreateRequest(id=ID, spec=launch_plan_pb2.LaunchPlanSpec(workflow_id=ID, role=role))
+    return launch_plan_pb2.LaunchPlanCreateRequest(
+        id=ID, spec=launch_plan_pb2.LaunchPlanSpec(workflow_id=ID, role=role)
+    )
 
 
 def refusal(call: Callable[[Any], Any], request: Any) -> tuple[grpc.StatusCode, str]:
@@ -73,8 +75,13 @@ def test_nothing_is_registered_in_two_forms(plane: ControlPlane) -> None:
         for kind, create, one, same, other in cases:
             create(one)
             if kind == "launch plan":
-                admin.UpdateLaunchPlan(launch_plan_pb2.LaunchPlanUpdateRequest(id=ID, state=launch_plan_pb2.ACTIVE))
-            assert refusal(create, same) == (grpc.StatusCode.ALREADY_EXISTS, f"{kind} with identical structure already exists")
+                admin.UpdateLaunchPlan(
+                    launch_plan_pb2.LaunchPlanUpdateRequest(id=ID, state=launch_plan_pb2.ACTIVE)
+                )
+            assert refusal(create, same) == (
+                grpc.StatusCode.ALREADY_EXISTS,
+                f"{kind} with identical structure already exists",
+            )
             text = f"twice {kind} with different structure already exists"
             assert refusal(create, other) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
@@ -96,7 +103,9 @@ def register(cluster: Cluster, first: Run) -> Callable[..., subprocess.Completed
         variables[f"EAGLE3_{name}"] = cluster.plane.store.write(f"sources/{name}.jsonl", path.read_bytes())
 
     def run(**others: str) -> subprocess.CompletedProcess[str]:
-        return pyflyte("register", "--copy", "all", "--version", "v1", str(ROOT / "workflows"), **(variables | others))
+        return pyflyte(
+            "register", "--copy", "all", "--version", "v1", str(ROOT / "workflows"), **(variables | others)
+        )
 
     return run
 
@@ -119,7 +128,9 @@ def test_the_same_may_be_registered_again_and_anything_else_needs_another_versio
 
 
 def test_a_registered_launch_plan_runs_and_shares_the_cache(registered: Cluster) -> None:
-    plan = LaunchPlan.create("nightly", prepare_shards, default_inputs={"run_name": "nightly"}, fixed_inputs=registered.inputs())
+    plan = LaunchPlan.create(
+        "nightly", prepare_shards, default_inputs={"run_name": "nightly"}, fixed_inputs=registered.inputs()
+    )
     FlyteRemote(Config.auto(), "flytesnacks", "development").register_launch_plan(plan, version="v1")
     activated = CliRunner().invoke(main, ["launchplan", "--activate", "nightly", "v1"])
     assert activated.exit_code == 0, (activated.output, activated.exception)
@@ -138,10 +149,16 @@ def promotion(cluster: Cluster, name: str = "promoted.json") -> dict[str, Any]:
     return found
 
 
-def test_the_shipped_plan_trains_from_the_promoted_draft_and_promotes(registered: Cluster, first: Run) -> None:
+def test_the_shipped_plan_trains_from_the_promoted_draft_and_promotes(
+    registered: Cluster, first: Run
+) -> None:
     begun = succeeded(
         registered.run_workflow(
-            "retrain_eagle3", registered.recipe(), "--promote", json.dumps({"place": PLACE}), file="retrain_eagle3.py"
+            "retrain_eagle3",
+            registered.recipe(),
+            "--promote",
+            json.dumps({"place": PLACE}),
+            file="retrain_eagle3.py",
         )
     )
     assert not begun.tasks("OK").keys() & {"train_draft", "export_draft", "evaluate_draft"}
@@ -167,7 +184,9 @@ def test_the_shipped_plan_trains_from_the_promoted_draft_and_promotes(registered
 
 def test_everything_packages_without_a_cluster(workplace: Path) -> None:
     package = workplace / "package.tgz"
-    done = pyflyte("--pkgs", "workflows", "package", "--source", str(ROOT), "--output", str(package), "--force")
+    done = pyflyte(
+        "--pkgs", "workflows", "package", "--source", str(ROOT), "--output", str(package), "--force"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     with tarfile.open(package) as packed:
         assert "train_eagle3" in " ".join(packed.getnames())

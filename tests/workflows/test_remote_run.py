@@ -8,10 +8,11 @@ import re
 from collections import Counter
 
 import pytest
-from flyte_runs import pyflyte_run
-from pods import Pod
-from propeller import SYSTEM_RETRIES
-from remote_runs import Accidents, Cluster, Run, succeeded
+
+from tests.flyte_stand_in.pods import Pod
+from tests.flyte_stand_in.propeller import SYSTEM_RETRIES
+from tests.flyte_stand_in.remote_runs import Accidents, Cluster, Run, succeeded
+from tests.helpers.flyte_runs import pyflyte_run
 
 pytestmark = [pytest.mark.remote, pytest.mark.slow]
 
@@ -31,7 +32,15 @@ UNCACHED = Counter(
     }
 )
 UNCACHED["gather_token_shards"] = 2  # of chats, then of tool tasks too
-CACHED = {"fetch_target", "prepare_data", "build_vocab", "train_draft", "export_draft", "evaluate_draft", "describe_rows"}
+CACHED = {
+    "fetch_target",
+    "prepare_data",
+    "build_vocab",
+    "train_draft",
+    "export_draft",
+    "evaluate_draft",
+    "describe_rows",
+}
 PER_SHARD = {"regenerate_shard", "extract_shard"}
 AFTER_EXTRACTION = {"train_draft", "export_draft", "evaluate_draft"}
 
@@ -93,7 +102,9 @@ def test_killed_pods_and_dead_engines_are_tried_again(disturbed: Run) -> None:
 
 
 def test_an_extraction_goes_on_behind_the_chunks_of_the_killed_pod(disturbed: Run) -> None:
-    chunks = Counter(key for key in disturbed.puts if "extract_hidden_states-" in key and key.endswith(".safetensors"))
+    chunks = Counter(
+        key for key in disturbed.puts if "extract_hidden_states-" in key and key.endswith(".safetensors")
+    )
     shards = Counter(key.rpartition("/")[0] for key in chunks)
     assert min(shards.values()) > 1
     assert set(chunks.values()) == {1}  # the pod was killed behind its first
@@ -156,13 +167,16 @@ def test_training_goes_on_without_a_shard_that_fails_for_good(cluster: Cluster, 
     with cluster.plane.watching(on_start=kill_second):
         run = succeeded(
             cluster.run(
-                fanout={"min_success_ratio": 0.5, "tensor_parallel_size": 2}, resources={"engine": {"pod_template": "gpu-pool"}}
+                fanout={"min_success_ratio": 0.5, "tensor_parallel_size": 2},
+                resources={"engine": {"pod_template": "gpu-pool"}},
             )
         )
     killed = [f"ATTEMPT_{i}" for i in range(1 + SYSTEM_RETRIES)]
     assert sorted(run.states_of("extract_shard")) == [[*killed, "FAILED"], ["OK"]]
     asked = {
-        (e.retries, e.resources["gpu"], e.pod_template) for e in run.entries if e.task in ("extract_shard", "evaluate_draft")
+        (e.retries, e.resources["gpu"], e.pod_template)
+        for e in run.entries
+        if e.task in ("extract_shard", "evaluate_draft")
     }
     assert asked == {(3, "2", "gpu-pool")}
     assert {entry.pod_template for entry in run.entries if entry.task == "train_draft"} == {""}

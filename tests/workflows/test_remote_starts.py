@@ -10,8 +10,9 @@ import pyarrow.parquet
 import pytest
 import yaml
 from flyteidl.core.literals_pb2 import LiteralMap
-from remote_runs import Cluster, Run, as_dict, succeeded
 from test_agent_traces import TEMPLATE, task
+
+from tests.flyte_stand_in.remote_runs import Cluster, Run, as_dict, succeeded
 
 pytestmark = [pytest.mark.remote, pytest.mark.slow]
 
@@ -19,7 +20,9 @@ UNTIL_EXPORT = Counter(["fetch_target", "prepare_data", "build_vocab", "train_dr
 UNTIL_EXPORT += Counter({"regenerate_shard": 2, "extract_shard": 2})
 
 
-def test_a_plan_fetches_no_weights_and_says_that_nobody_can_ask_for_the_cache(cluster: Cluster, first: Run) -> None:
+def test_a_plan_fetches_no_weights_and_says_that_nobody_can_ask_for_the_cache(
+    cluster: Cluster, first: Run
+) -> None:
     planned = succeeded(cluster.run_workflow("plan", cluster.recipe(), file="plan.py"))
     assert {entry.task for entry in planned.entries} == {"resolve_inputs", "fetch_tokenizer", "plan_run"}
     content = cluster.plane.store.read(planned.result_literal().scalar.blob.uri)
@@ -99,7 +102,12 @@ def test_training_from_hidden_states_at_urls_is_a_cache_hit(cluster: Cluster, fi
     assert all(place.startswith("s3://flyte/") for place in places)
     run = start_from(cluster, "train_from_states", places)
     assert run.tasks("CACHE_HIT").keys() >= {"train_draft", "export_draft", "evaluate_draft"}
-    assert not run.tasks("OK").keys() & {"train_draft", "export_draft", "evaluate_draft", "extract_hidden_states"}
+    assert not run.tasks("OK").keys() & {
+        "train_draft",
+        "export_draft",
+        "evaluate_draft",
+        "extract_hidden_states",
+    }
 
 
 def test_an_execution_that_overwrites_the_cache_runs_everything_and_the_next_one_takes_what_it_made(
@@ -110,7 +118,9 @@ def test_an_execution_that_overwrites_the_cache_runs_everything_and_the_next_one
     anew = succeeded(cluster.run_workflow("until_export", recipe, options=["--overwrite-cache"]))
     assert anew.tasks("OK") & UNTIL_EXPORT == UNTIL_EXPORT
     assert not anew.tasks("CACHE_HIT")
-    assert not [key for key in anew.puts if "eagle3/extract_hidden_states-" in key and key.endswith(".safetensors")]
+    assert not [
+        key for key in anew.puts if "eagle3/extract_hidden_states-" in key and key.endswith(".safetensors")
+    ]
     made = as_dict(anew.result_literal())
     assert made["digest"] == first.output("export_draft")["digest"]
     assert made["directory"] != first.output("export_draft")["directory"]
@@ -125,7 +135,9 @@ def test_tool_tasks_are_played_in_a_pod(cluster: Cluster, first: Run) -> None:
     source = {"path": cluster.plane.store.write("sources/tasks.jsonl", tasks.encode()), "name": "tasks"}
     template = cluster.plane.store.write("sources/template.jinja", TEMPLATE.encode())
     regenerate = {"sources": {"tasks": {"temperature": 0.0, "max_new_tokens": 7}}}
-    recipe = cluster.recipe(num_prompts=1, data={"sources": [source]}, target={"chat_template": template}, regenerate=regenerate)
+    recipe = cluster.recipe(
+        num_prompts=1, data={"sources": [source]}, target={"chat_template": template}, regenerate=regenerate
+    )
     run = succeeded(cluster.run_workflow("until_regenerate", recipe))
     assert run.states_of("regenerate_shard") == run.states_of("collect_shard") == [["OK"]]
     chats, traces = as_dict(run.result_literal())["shards"]

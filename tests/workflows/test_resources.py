@@ -11,19 +11,19 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from pydantic import ValidationError
 
-from eagle3.config import (
-    DataConfig,
+from eagle3.config.data import DataConfig, VocabConfig
+from eagle3.config.engine import (
     EngineConfig,
     EvaluateConfig,
     ExtractConfig,
     FanOutConfig,
     RegenerateConfig,
     TargetConfig,
-    TrainConfig,
-    VocabConfig,
 )
-from eagle3.resources import ACCELERATORS, AcceleratorName, ResourcesConfig
-from workflows.interfaces import (
+from eagle3.config.resources import AcceleratorName, ResourcesConfig
+from eagle3.config.training import TrainConfig
+from eagle3.planning.accelerators import ACCELERATORS
+from workflows.flyte.interfaces import (
     DraftExport,
     DraftVocab,
     HiddenStateShards,
@@ -33,7 +33,7 @@ from workflows.interfaces import (
     TokenShard,
     TokenShards,
 )
-from workflows.resources import CLIENT, DATA, ENGINE, TRAINER, replica_pod
+from workflows.flyte.pods import CLIENT, DATA, ENGINE, TRAINER, replica_pod
 from workflows.tasks.collect_agent_traces import collect_agent_traces
 from workflows.tasks.evaluate_draft import evaluate_draft_node
 from workflows.tasks.extract_hidden_states import extract_hidden_states
@@ -104,7 +104,8 @@ DRIVERS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "extract_shard": (
         extract_hidden_states,
-        ENGINE_SETTINGS | {"shards": SHARDS, "extract": ExtractConfig(), "fanout": FanOutConfig(tensor_parallel_size=2)},
+        ENGINE_SETTINGS
+        | {"shards": SHARDS, "extract": ExtractConfig(), "fanout": FanOutConfig(tensor_parallel_size=2)},
     ),
     "train_draft": (
         train_draft_node,
@@ -143,14 +144,20 @@ def compiled(driver: Any, inputs: dict[str, Any], resources: ResourcesConfig) ->
     images = ImageConfig(Image("default", "a", "b"), [Image("default", "a", "b")])
     settings = SerializationSettings(images, project="p", domain="d", version="v")
     driver._wf = None  # a pod compiles once, and flytekit keeps what it compiled
-    with FlyteContextManager.with_context(ctx.with_execution_state(state).with_serialization_settings(settings)) as pod:
+    with FlyteContextManager.with_context(
+        ctx.with_execution_state(state).with_serialization_settings(settings)
+    ) as pod:
         return driver.compile_into_workflow(pod, driver.task_function, **inputs, resources=resources)
 
 
 def nodes(driver: Any, inputs: dict[str, Any], stage: str, resources: ResourcesConfig) -> list[Any]:
     """The nodes of `stage`."""
     made = compiled(driver, inputs, resources).nodes
-    return [node for node in made if node.task_node and stage in node.task_node.reference_id.name.rsplit(".", 1)[-1]]
+    return [
+        node
+        for node in made
+        if node.task_node and stage in node.task_node.reference_id.name.rsplit(".", 1)[-1]
+    ]
 
 
 def templates_of_pods(driver: Any, inputs: dict[str, Any], resources: ResourcesConfig) -> dict[str, str]:
@@ -165,9 +172,14 @@ def asked(node: Any) -> dict[str, Any]:
     """Quantities of both sides, accelerator, shared memory and interruptible of a node."""
     overrides = node.task_node.overrides
     extended = overrides.extended_resources
-    sides = {side: {entry.name: entry.value for entry in getattr(overrides.resources, side)} for side in ("requests", "limits")}
+    sides = {
+        side: {entry.name: entry.value for entry in getattr(overrides.resources, side)}
+        for side in ("requests", "limits")
+    }
     names = {0: "", 1: "cpu", 2: "gpu", 3: "mem", 4: "storage", 5: "ephemeral_storage"}
-    found = {f"{side}.{names[name]}": value for side, entries in sides.items() for name, value in entries.items()}
+    found = {
+        f"{side}.{names[name]}": value for side, entries in sides.items() for name, value in entries.items()
+    }
     found["interruptible"] = node.metadata.interruptible
     if extended is not None:
         found["accelerator"] = extended.gpu_accelerator.device
@@ -176,10 +188,28 @@ def asked(node: Any) -> dict[str, Any]:
 
 
 EXPECTED: dict[str, dict[str, Any]] = {
-    "fetch_target": {"requests.ephemeral_storage": "900Gi", "limits.ephemeral_storage": "900Gi", "interruptible": True},
-    "prepare_data": {"requests.ephemeral_storage": "900Gi", "limits.cpu": DATA["limits"].cpu, "interruptible": True},
-    "regenerate_shard": {"requests.mem": "64Gi", "limits.mem": "64Gi", "requests.gpu": "2", "accelerator": "nvidia-h100"},
-    "collect_shard": {"limits.mem": "64Gi", "limits.gpu": "2", "accelerator": "nvidia-h100", "interruptible": False},
+    "fetch_target": {
+        "requests.ephemeral_storage": "900Gi",
+        "limits.ephemeral_storage": "900Gi",
+        "interruptible": True,
+    },
+    "prepare_data": {
+        "requests.ephemeral_storage": "900Gi",
+        "limits.cpu": DATA["limits"].cpu,
+        "interruptible": True,
+    },
+    "regenerate_shard": {
+        "requests.mem": "64Gi",
+        "limits.mem": "64Gi",
+        "requests.gpu": "2",
+        "accelerator": "nvidia-h100",
+    },
+    "collect_shard": {
+        "limits.mem": "64Gi",
+        "limits.gpu": "2",
+        "accelerator": "nvidia-h100",
+        "interruptible": False,
+    },
     "extract_shard": {
         "requests.mem": "64Gi",
         "requests.cpu": ENGINE["requests"].cpu,
@@ -198,7 +228,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "shared_memory": "64Gi",
         "interruptible": True,
     },
-    "evaluate_draft": {"requests.mem": "64Gi", "requests.gpu": "2", "accelerator": "nvidia-h100", "interruptible": False},
+    "evaluate_draft": {
+        "requests.mem": "64Gi",
+        "requests.gpu": "2",
+        "accelerator": "nvidia-h100",
+        "interruptible": False,
+    },
 }
 
 
@@ -227,7 +262,9 @@ def test_without_resources_nodes_ask_for_what_their_tasks_do(stage: str) -> None
 @pytest.mark.parametrize("stage", EXPECTED)
 def test_pods_are_made_after_the_template_that_the_recipe_names(stage: str) -> None:
     driver, inputs = DRIVERS[stage]
-    named = {"fetch_target": "cpu-pool", "prepare_data": "cpu-pool", "train_draft": "train-pool"}.get(stage, "spot-pool")
+    named = {"fetch_target": "cpu-pool", "prepare_data": "cpu-pool", "train_draft": "train-pool"}.get(
+        stage, "spot-pool"
+    )
     found = templates_of_pods(driver, inputs, ASKED)
     assert found.pop(stage) == named
     assert set(found.values()) <= {""}  # what gathers needs no pool
@@ -240,7 +277,9 @@ def test_a_map_tasks_pods_are_made_after_it_too() -> None:
     found = templates_of_pods(driver, inputs, ASKED)
     (mapped,) = {name for name in found if name.startswith("map_extract_shard")}
     assert found[mapped] == "spot-pool"
-    assert templates_of_pods(driver, inputs, ResourcesConfig())[mapped] == ""  # the name, and so the key, is the same
+    assert (
+        templates_of_pods(driver, inputs, ResourcesConfig())[mapped] == ""
+    )  # the name, and so the key, is the same
 
 
 def test_clients_of_servers_ask_for_no_gpu() -> None:
@@ -262,7 +301,8 @@ def test_quantities_of_kubernetes_are_taken(quantity: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"mem": 8}, {"mem": "96 GB"}, {"cpu": "-1"}, {"accelerator": "H300"}, {"pod_template": "GPU pool"}]
+    "wrong",
+    [{"mem": 8}, {"mem": "96 GB"}, {"cpu": "-1"}, {"accelerator": "H300"}, {"pod_template": "GPU pool"}],
 )
 def test_what_kubernetes_or_flytekit_would_refuse_is_refused_at_once(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flyte_runs import ROOT, pod, pyflyte_run, write_prompts, write_recipe
 from flyteidl.admin.launch_plan_pb2 import LaunchPlan
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from eagle3 import promotion
-from eagle3.config import EngineConfig, EvaluateConfig, PromoteConfig, TrainConfig
-from workflows import journal, launchplans
-from workflows.interfaces import DraftExport, EvaluationReport, Target, TokenShard
+from eagle3.config.engine import EngineConfig, EvaluateConfig
+from eagle3.config.training import PromoteConfig, TrainConfig
+from tests.helpers.flyte_runs import ROOT, pod, pyflyte_run, write_prompts, write_recipe
+from workflows import launchplans
+from workflows.flyte import journal
+from workflows.flyte.interfaces import DraftExport, EvaluationReport, Target, TokenShard
 from workflows.tasks.promote_draft import find_current_draft, promote_draft
 
 
@@ -28,11 +30,19 @@ def prompts(workplace: Path) -> Path:
 
 
 @pytest.fixture
-def retrain(workplace: Path, tiny_target: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, light: None) -> Any:
+def retrain(
+    workplace: Path, tiny_target: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, light: None
+) -> Any:
     """Run, with an evaluation that gives drafts the acceptance told for each; returns the output."""
     from eagle3.evaluation import benchmark
 
-    def run(lengths: dict[str, float], heldout: int = 100, fails: bool = False, identical: bool = True, **blocks: Any) -> str:
+    def run(
+        lengths: dict[str, float],
+        heldout: int = 100,
+        fails: bool = False,
+        identical: bool = True,
+        **blocks: Any,
+    ) -> str:
         plain = benchmark.evaluate
 
         def evaluate(*inputs: Any, **how: Any) -> dict[str, Any]:
@@ -72,12 +82,16 @@ def test_nights_in_a_row(retrain: Any, workplace: Path) -> None:
 
     # Worse beyond the margin, and text that changes: the second stays.
     assert "notpromoted:itisworse" in retrain({"new": 1.2}, train={"learning_rate": 3e-3})
-    assert "notpromoted:thetextwiththedraftdiffers" in retrain({"new": 9.0}, identical=False, train={"learning_rate": 4e-3})
+    assert "notpromoted:thetextwiththedraftdiffers" in retrain(
+        {"new": 9.0}, identical=False, train={"learning_rate": 4e-3}
+    )
     assert promoted(workplace) == second
 
     # Other held-out prompts: both drafts are measured on them.
     lengths = {"new": 1.1, "current": 1.15}
-    assert "promoted:acceptancelength1.100after1.150" in retrain(lengths, heldout=200, train={"learning_rate": 5e-3})
+    assert "promoted:acceptancelength1.100after1.150" in retrain(
+        lengths, heldout=200, train={"learning_rate": 5e-3}
+    )
     assert sum(e.stage == "evaluate_draft" and not e.cached for e in journal.entries()) == 2
     assert promoted(workplace)["number"] == 3
 
@@ -98,11 +112,17 @@ def test_the_launch_plans_are_packaged_with_schedule_inputs_and_notifications(tm
     command = [sys.executable, "-c", program, "--pkgs", "workflows", "package", "--fast"]
     command += ["--source", str(ROOT), "--output", str(tmp_path / "package.tgz")]
     env = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "EAGLE3_OWNERS": "a@x.org, b@x.org"}
-    env |= {"EAGLE3_TRAFFIC": "s3://b/traffic.jsonl", "EAGLE3_HELDOUT": "s3://b/h.jsonl", "EAGLE3_PROMOTED": "s3://b/drafts"}
+    env |= {
+        "EAGLE3_TRAFFIC": "s3://b/traffic.jsonl",
+        "EAGLE3_HELDOUT": "s3://b/h.jsonl",
+        "EAGLE3_PROMOTED": "s3://b/drafts",
+    }
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     with tarfile.open(tmp_path / "package.tgz") as package:
-        plans = [LaunchPlan.FromString(package.extractfile(m).read()) for m in package if m.name.endswith("_3.pb")]  # type: ignore[union-attr]
+        plans = [
+            LaunchPlan.FromString(package.extractfile(m).read()) for m in package if m.name.endswith("_3.pb")
+        ]  # type: ignore[union-attr]
     found = {plan.id.name: plan.spec for plan in plans}
     nightly = found["nightly_retraining"]
     assert nightly.workflow_id.name == "workflows.retrain_eagle3.retrain_eagle3"
@@ -128,10 +148,16 @@ def places(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("places")
 def test_plans_take_a_recipe(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path / "own.yaml", tmp_path, tmp_path / "p.jsonl", train={"learning_rate": 5e-3})
+    recipe = write_recipe(
+        tmp_path / "own.yaml", tmp_path, tmp_path / "p.jsonl", train={"learning_rate": 5e-3}
+    )
     inputs = launchplans.inputs_of(recipe)
     assert (inputs["train"].learning_rate, inputs["evaluate"].dtype) == (5e-3, "float32")
-    assert (inputs["target"].public_name, inputs["vocab"].size, inputs["run_name"]) == ("tiny/bytes", 64, "nightly")
+    assert (inputs["target"].public_name, inputs["vocab"].size, inputs["run_name"]) == (
+        "tiny/bytes",
+        64,
+        "nightly",
+    )
     assert [str(inputs[name].path) for name in ("prompts", "heldout")] == ["s3://b/traffic", "s3://b/heldout"]
     assert (inputs["promote"].place, inputs["promote"].warm_rate_share) == ("s3://b/promoted", 0.2)
     assert launchplans.inputs_of(launchplans.SHIPPED)["train"].learning_rate == pytest.approx(1e-4)
@@ -146,13 +172,21 @@ def test_rates_are_lowered_where_there_is_a_draft_to_go_on_from_and_only_there(t
     for name in promotion.FILES:
         (export / name).write_text(name)
     new = promotion.Promoted(
-        number=1, export="set later", digest="d", acceptance_length=2.0, heldout_digest="h", target="t", target_digest="t"
+        number=1,
+        export="set later",
+        digest="d",
+        acceptance_length=2.0,
+        heldout_digest="h",
+        target="t",
+        target_digest="t",
     )
     kept = promotion.promote(promote.place, str(export), new).export
     for is_warm, factor in ((True, 0.2), (False, 1.0)):
         asked = promote.model_copy(update={"warm_start": is_warm})
         found = find_current_draft(promote=asked, train=train).train
-        assert (found.learning_rate, found.muon_learning_rate) == pytest.approx((factor * 1e-3, factor * 1e-2))
+        assert (found.learning_rate, found.muon_learning_rate) == pytest.approx(
+            (factor * 1e-3, factor * 1e-2)
+        )
         assert found.init_from == (kept if is_warm else "")
 
 
@@ -166,7 +200,10 @@ def test_plans_refuse_what_is_no_recipe(tmp_path: Path) -> None:
 
 
 def test_a_place_that_would_end_with_its_pod_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with pod(tmp_path), pytest.raises(ValueError, match="promote.place must be a URL in a cluster, got runs/promoted"):
+    with (
+        pod(tmp_path),
+        pytest.raises(ValueError, match="promote.place must be a URL in a cluster, got runs/promoted"),
+    ):
         find_current_draft.task_function(promote=PromoteConfig(place="runs/promoted"), train=TrainConfig())
 
 
@@ -175,7 +212,10 @@ def test_a_promotion_cut_off_behind_its_record_is_tried_again_and_promotes_once(
 ) -> None:
     for name in promotion.FILES:
         (tmp_path / name).write_text(name)
-    draft, file = DraftExport(FlyteDirectory(str(tmp_path)), "new"), FlyteFile(str(tmp_path / promotion.FILES[0]))
+    draft, file = (
+        DraftExport(FlyteDirectory(str(tmp_path)), "new"),
+        FlyteFile(str(tmp_path / promotion.FILES[0])),
+    )
     report = EvaluationReport(file, draft.directory, 2.0, 2.0, True, [0.5])
     inputs = {
         "draft": draft,
@@ -206,7 +246,14 @@ def test_a_promotion_cut_off_behind_its_record_is_tried_again_and_promotes_once(
 
 def test_plans_with_half_of_their_places_are_refused_and_without_any_there_are_none() -> None:
     program = "import workflows.launchplans; from flytekit import LaunchPlan; print(sorted(LaunchPlan.CACHE))"
-    env = {name: value for name, value in os.environ.items() if not name.startswith("EAGLE3_")} | {"PYTHONPATH": str(ROOT)}
-    for given, said in (({}, "[]"), ({"EAGLE3_TRAFFIC": "s3://b/t"}, "launch plans need all of EAGLE3_TRAFFIC, EAGLE3_HELDOUT")):
-        done = subprocess.run([sys.executable, "-c", program], env=env | given, capture_output=True, text=True, timeout=120)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("EAGLE3_")} | {
+        "PYTHONPATH": str(ROOT)
+    }
+    for given, said in (
+        ({}, "[]"),
+        ({"EAGLE3_TRAFFIC": "s3://b/t"}, "launch plans need all of EAGLE3_TRAFFIC, EAGLE3_HELDOUT"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=env | given, capture_output=True, text=True, timeout=120
+        )
         assert said in (done.stdout if not given else done.stderr)

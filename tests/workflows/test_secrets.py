@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from flyte_runs import CHAT_TEMPLATE, ROOT, pyflyte_run, write_prompts, write_recipe
 
-from tests.signed_server import SIGNATURE, signed_server
+from tests.helpers.flyte_runs import CHAT_TEMPLATE, ROOT, pyflyte_run, write_prompts, write_recipe
+from tests.helpers.signed_server import SIGNATURE, signed_server
 
 PYFLYTE = "from flytekit.clis.sdk_in_container.pyflyte import main; main()"
 SECRETS = (
@@ -60,23 +60,54 @@ def run(
 
     data = {"sources": [{"path": place("rows.jsonl")}], "excluded": [{"path": place("excluded.jsonl")}]}
     recipe = write_recipe(
-        path.with_suffix(".yaml"), target, path, data=data, target={"chat_template": place("template.jinja")}, **blocks
+        path.with_suffix(".yaml"),
+        target,
+        path,
+        data=data,
+        target={"chat_template": place("template.jinja")},
+        **blocks,
     )
     files = {name: place(f"{name}.jsonl") for name in ("prompts", "heldout")}
     recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | files))
     env = os.environ | {name: canary(name) for name in SECRETS}
-    env |= {"HOME": str(path), "TMPDIR": str(path / "tmp"), "EAGLE3_STORE": str(path / "store"), "OMP_NUM_THREADS": "1"}
-    env |= {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1", "AWS_DEFAULT_REGION": "us-east-1"}
+    env |= {
+        "HOME": str(path),
+        "TMPDIR": str(path / "tmp"),
+        "EAGLE3_STORE": str(path / "store"),
+        "OMP_NUM_THREADS": "1",
+    }
+    env |= {
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+        "AWS_MAX_ATTEMPTS": "1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     env |= {"FLYTE_SDK_RICH_TRACEBACKS": "0"}  # one line a record
-    command = [sys.executable, "-c", PYFLYTE, "-vv", "run", str(ROOT / "workflows/train_eagle3.py"), "train_eagle3"]
+    command = [
+        sys.executable,
+        "-c",
+        PYFLYTE,
+        "-vv",
+        "run",
+        str(ROOT / "workflows/train_eagle3.py"),
+        "train_eagle3",
+    ]
     return subprocess.run(
-        [*command, "--inputs-file", str(recipe)], cwd=path, env=env, capture_output=True, text=True, timeout=300
+        [*command, "--inputs-file", str(recipe)],
+        cwd=path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
 def leaks(path: Path, *said: str) -> list[str]:
     """Lines of output and files that hold what they must not."""
-    lines = [without_signatures(line) if FLYTEKIT_TELLS in line else line for text in said for line in text.splitlines()]
+    lines = [
+        without_signatures(line) if FLYTEKIT_TELLS in line else line
+        for text in said
+        for line in text.splitlines()
+    ]
     found = ["output"] * holds_canary("".join(lines).encode())
     files = [file for file in path.rglob("*") if file.is_file() and not file.is_symlink()]
     return found + [str(file) for file in files if holds_canary(file.read_bytes()) or "canary-" in str(file)]
@@ -94,12 +125,22 @@ def holds_canary(data: bytes) -> bool:
 
 
 @pytest.mark.slow
-def test_secrets_are_in_nothing_that_a_run_leaves_or_says(tmp_path: Path, tiny_target: Path, signed: str) -> None:
+def test_secrets_are_in_nothing_that_a_run_leaves_or_says(
+    tmp_path: Path, tiny_target: Path, signed: str
+) -> None:
     path = tmp_path / "run"
     done = run(path, tiny_target, signed)
     assert done.returncode == 0, done.stderr[-3000:]
     names = {file.name for file in path.rglob("*") if file.is_file()}
-    assert names >= {"summary.json", "report.html", "manifest.json", "evaluation.json", "metrics.jsonl", "deck.html", "cache.db"}
+    assert names >= {
+        "summary.json",
+        "report.html",
+        "manifest.json",
+        "evaluation.json",
+        "metrics.jsonl",
+        "deck.html",
+        "cache.db",
+    }
     assert "rows.jsonl" in (path / "runs/tiny/data.html").read_text()
     assert not leaks(path, done.stdout, done.stderr)
 
@@ -146,7 +187,9 @@ def test_a_password_in_a_url_is_refused_and_stands_nowhere(
     tmp_path: Path, workplace: Path, tiny_target: Path, inputs: dict[str, Any], key: str
 ) -> None:
     """A wrong block ends the run before it begins; files and shards are no blocks, and end it at its first look at them."""
-    recipe = write_recipe(tmp_path / "recipe.yaml", tiny_target, write_prompts(tmp_path / "prompts.jsonl", 0, 4))
+    recipe = write_recipe(
+        tmp_path / "recipe.yaml", tiny_target, write_prompts(tmp_path / "prompts.jsonl", 0, 4)
+    )
     given = yaml.safe_load(recipe.read_text())
     for name, value in inputs.items():
         given[name] = given.get(name, {}) | value if isinstance(value, dict) else value

@@ -8,14 +8,15 @@ import tarfile
 from typing import Any
 
 import pytest
-from flyte_runs import ROOT
 from flyteidl.admin.task_pb2 import TaskSpec
 from flyteidl.admin.workflow_pb2 import WorkflowSpec
 from flyteidl.core.security_pb2 import Secret
 from flyteidl.core.tasks_pb2 import Resources
 
-from eagle3.resources import quantity_bytes
-from workflows import resources, table
+from eagle3.config.resources import quantity_bytes
+from tests.helpers.flyte_runs import ROOT
+from workflows import table
+from workflows.flyte import pods as resources
 
 UNCACHED = {
     "resolve_inputs",
@@ -88,7 +89,9 @@ def packaged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def templates(packaged: dict[str, bytes]) -> dict[str, Any]:
     """Task templates by function name."""
-    found = [TaskSpec.FromString(content).template for name, content in packaged.items() if name.endswith("_1.pb")]
+    found = [
+        TaskSpec.FromString(content).template for name, content in packaged.items() if name.endswith("_1.pb")
+    ]
     return {template.id.name.rsplit(".", 1)[-1]: template for template in found}
 
 
@@ -111,7 +114,9 @@ def row_of_template(template: Any) -> table.Row:
         amounts = {Resources.ResourceName.Name(entry.name): entry.value for entry in side}
         assert all(isinstance(amount, str) for amount in amounts.values())
         disk = amounts.pop("EPHEMERAL_STORAGE")
-        sides.append(table.quantities_text(amounts.pop("CPU"), amounts.pop("MEMORY"), disk, amounts.pop("GPU", None)))
+        sides.append(
+            table.quantities_text(amounts.pop("CPU"), amounts.pop("MEMORY"), disk, amounts.pop("GPU", None))
+        )
         assert not amounts
     meta = template.metadata
     assert meta.WhichOneof("interruptible_value") == "interruptible"
@@ -141,13 +146,16 @@ def test_the_readmes_table_is_the_generated_one() -> None:
 
 def test_the_readme_says_what_limits_a_cluster_must_allow(templates: dict[str, Any]) -> None:
     found = re.search(
-        r"at least (\d+) cores, (\d+Gi) of memory, (\d+Gi) of local disk and (\d) GPU", (ROOT / "README.md").read_text()
+        r"at least (\d+) cores, (\d+Gi) of memory, (\d+Gi) of local disk and (\d) GPU",
+        (ROOT / "README.md").read_text(),
     )
     assert found
     said = dict(zip(("CPU", "MEMORY", "EPHEMERAL_STORAGE", "GPU"), found.groups(), strict=True))
     limits = [entry for template in templates.values() for entry in template.container.resources.limits]
     for name, most in said.items():
-        asked = [quantity_bytes(entry.value) for entry in limits if Resources.ResourceName.Name(entry.name) == name]
+        asked = [
+            quantity_bytes(entry.value) for entry in limits if Resources.ResourceName.Name(entry.name) == name
+        ]
         assert max(asked) == quantity_bytes(most)
 
 
@@ -172,7 +180,9 @@ def test_every_task_names_image_requests_and_limits(templates: dict[str, Any]) -
     for name, template in templates.items():
         image, resources = template.container.image, template.container.resources
         assert image.startswith(f"ghcr.io/acme/eagle3-{'gpu' if name in ON_GPU else 'cpu'}:"), name
-        requests, limits = ({r.name: r.value for r in side} for side in (resources.requests, resources.limits))
+        requests, limits = (
+            {r.name: r.value for r in side} for side in (resources.requests, resources.limits)
+        )
         assert requests.keys() == limits.keys(), name
         assert len(requests) >= 3, name
 
@@ -189,7 +199,9 @@ def test_every_task_is_tried_again(templates: dict[str, Any]) -> None:
 
 
 def test_long_tasks_and_reports_have_a_deck(templates: dict[str, Any]) -> None:
-    assert {name for name, template in templates.items() if template.metadata.generates_deck.value} == WITH_DECK
+    assert {
+        name for name, template in templates.items() if template.metadata.generates_deck.value
+    } == WITH_DECK
 
 
 def test_pods_know_the_registry_and_secrets_that_their_own_nodes_need(templates: dict[str, Any]) -> None:
@@ -204,9 +216,16 @@ def test_only_tasks_that_need_a_secret_get_it(templates: dict[str, Any]) -> None
         name: {(s.group, s.key, s.env_var, s.mount_requirement) for s in template.security_context.secrets}
         for name, template in templates.items()
     }
-    token, key = ("hf", "token", "HF_TOKEN", Secret.ENV_VAR), ("vllm", "key", "EAGLE3_SERVER_KEY", Secret.ENV_VAR)
+    token, key = (
+        ("hf", "token", "HF_TOKEN", Secret.ENV_VAR),
+        ("vllm", "key", "EAGLE3_SERVER_KEY", Secret.ENV_VAR),
+    )
     assert {name for name, secrets in found.items() if token in secrets} == READ_THE_HUB
-    assert {name for name, secrets in found.items() if key in secrets} == {"regenerate_shard", "collect_shard", "extract_shard"}
+    assert {name for name, secrets in found.items() if key in secrets} == {
+        "regenerate_shard",
+        "collect_shard",
+        "extract_shard",
+    }
     assert all(len(secrets) <= 1 for secrets in found.values())
 
 

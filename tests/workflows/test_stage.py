@@ -20,10 +20,13 @@ from flytekit.types.file import FlyteFile
 from s3fs import S3FileSystem
 
 from workflows import table
-from workflows.interfaces import DraftVocab
-from workflows.stage import recoverable, stage
+from workflows.flyte.interfaces import DraftVocab
+from workflows.flyte.stage import recoverable, stage
 
-STORE_FAULTS = [OSError(errno.EBUSY, "Service Unavailable"), EndpointConnectionError(endpoint_url="http://store")]
+STORE_FAULTS = [
+    OSError(errno.EBUSY, "Service Unavailable"),
+    EndpointConnectionError(endpoint_url="http://store"),
+]
 FAULTS: dict[str, Exception] = {
     "lost": ConnectionError("the store hung up"),
     "engine": RuntimeError("the engine died"),
@@ -114,11 +117,15 @@ def let_fail(monkeypatch: pytest.MonkeyPatch, operation: str, error: Exception) 
     monkeypatch.setattr(S3FileSystem, "_call_s3", call_or_fail)
 
 
-def execute(entity: Any, work: Path, inputs: dict[str, Any]) -> errors_pb2.ContainerError | literals_pb2.LiteralMap:
+def execute(
+    entity: Any, work: Path, inputs: dict[str, Any]
+) -> errors_pb2.ContainerError | literals_pb2.LiteralMap:
     """Run a task as its pod does: inputs and outputs in a directory, files in the store. Returns its error or its outputs."""
     context, interface = FlyteContextManager.current_context(), entity.interface.inputs
     literals = {
-        name: TypeEngine.to_literal(context, value, entity.python_interface.inputs[name], interface[name].type).to_flyte_idl()
+        name: TypeEngine.to_literal(
+            context, value, entity.python_interface.inputs[name], interface[name].type
+        ).to_flyte_idl()
         for name, value in inputs.items()
     }
     work.mkdir()

@@ -7,13 +7,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from flyte_runs import ROOT
 from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 
-from workflows import clean_store, journal, store, store_size
-from workflows.interfaces import DraftExport
-from workflows.stage import stage
+from tests.helpers.flyte_runs import ROOT
+from workflows.flyte import clean_store, journal, store, store_size
+from workflows.flyte.interfaces import DraftExport
+from workflows.flyte.stage import stage
 
 
 @task(cache=Cache(version="1"))
@@ -77,7 +77,11 @@ def test_the_digest_of_files_is_their_content_in_order(tmp_path: Path) -> None:
 
 def filled(root: Path) -> Path:
     """A store with an output, states that a key names, and unfinished training."""
-    for name in ("target-0123456789ab", f"extract_hidden_states-{'0f' * 16}", f"train_draft-{'f0' * 16}.unfinished"):
+    for name in (
+        "target-0123456789ab",
+        f"extract_hidden_states-{'0f' * 16}",
+        f"train_draft-{'f0' * 16}.unfinished",
+    ):
         (root / name).mkdir(parents=True)
         (root / name / "file").touch()
     return root
@@ -92,7 +96,7 @@ def test_cleaning_removes_the_store_that_runs_write_to(
     root = filled(store.root())
     assert tmp_path in root.parents
     for said in ("is removed", "is not there: nothing to remove"):
-        runpy.run_module("workflows.clean_store", run_name="__main__")
+        runpy.run_module("workflows.flyte.clean_store", run_name="__main__")
         assert not root.exists()
         assert root.parent.exists()
         assert f"{root} {said}" in capsys.readouterr().out
@@ -102,7 +106,9 @@ def test_cleaning_removes_the_store_that_runs_write_to(
     "other", ["notes.txt", "src/", "target/", "target-0123456789ab.old/", ".git/", "train_draft-0123456789ab"]
 )
 @pytest.mark.parametrize("is_filled", [True, False])
-def test_a_directory_that_holds_something_else_is_not_removed(tmp_path: Path, other: str, is_filled: bool) -> None:
+def test_a_directory_that_holds_something_else_is_not_removed(
+    tmp_path: Path, other: str, is_filled: bool
+) -> None:
     root = filled(tmp_path / "store") if is_filled else tmp_path / "store"
     root.mkdir(exist_ok=True)
     (root / other).mkdir() if other.endswith("/") else (root / other).touch()
@@ -128,13 +134,17 @@ def test_cleaning_by_make_ends_with_the_fault(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").touch()
     environment = os.environ | {"EAGLE3_STORE": "~/mine", "HOME": str(tmp_path)}
-    done = subprocess.run(["make", "clean-cache"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["make", "clean-cache"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode != 0
     assert "mine holds thesis.tex" in done.stderr
     assert (tmp_path / "mine/thesis.tex").exists()
 
 
-def test_the_size_report_counts_stages_unfinished_work_and_what_nothing_leads_to(workplace: Path, tmp_path: Path) -> None:
+def test_the_size_report_counts_stages_unfinished_work_and_what_nothing_leads_to(
+    workplace: Path, tmp_path: Path
+) -> None:
     path, _ = run("sized")
     root = tmp_path / "store"
     key, own = "0123456789abcdef" * 2, "0123456789ab"
@@ -151,9 +161,13 @@ def test_the_size_report_counts_stages_unfinished_work_and_what_nothing_leads_to
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(b"x" * size)
     held = store_size.survey(root, {f"{root}/train_draft-{own}", "s3://elsewhere/x", f"{path}"})
-    by_kind = {kind: sum(h.size_bytes for h in held if h.kind == kind) for kind in ("", "unfinished", "unused")}
+    by_kind = {
+        kind: sum(h.size_bytes for h in held if h.kind == kind) for kind in ("", "unfinished", "unused")
+    }
     assert by_kind == {"": 100 + 405 + 6, "unfinished": 20 + 3000, "unused": 70_000}
-    by_stage = {stage: sum(h.size_bytes for h in held if h.stage == stage) for stage in {h.stage for h in held}}
+    by_stage = {
+        stage: sum(h.size_bytes for h in held if h.stage == stage) for stage in {h.stage for h in held}
+    }
     assert by_stage["train_draft"] == 120
     assert by_stage["extract_hidden_states"] == 3405
     assert "0.1 MB   what make clean-cache frees" in store_size.render(root, held)

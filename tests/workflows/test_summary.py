@@ -9,13 +9,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from flyte_runs import pod
 from flytekit.types.directory import FlyteDirectory
 
-from eagle3.config import DataConfig, EngineConfig, EvaluateConfig, FanOutConfig, SourceConfig, TargetConfig, VocabConfig
-from eagle3.data.report import answer_figures
-from workflows import summary
-from workflows.interfaces import Target
+from eagle3.config.data import DataConfig, SourceConfig, VocabConfig
+from eagle3.config.engine import EngineConfig, EvaluateConfig, FanOutConfig, TargetConfig
+from eagle3.reports.data import answer_figures
+from tests.helpers.flyte_runs import pod
+from workflows.flyte import summary
+from workflows.flyte.interfaces import Target
 from workflows.tasks.summarize_run import hub_target
 
 
@@ -28,7 +29,10 @@ def test_settings_keep_no_secret_of_a_url() -> None:
     source = SourceConfig(path="https://host:81/a.jsonl?token=word#word", name="a?b@c")
     fanout = FanOutConfig(server_urls=["http://host:8000", "http://host/x?word"])
     settings = summary.settings([DataConfig(sources=[source], excluded=[source]), fanout])
-    assert settings["data"]["sources"][0] | {"path": "", "name": ""} == source.model_dump() | {"path": "", "name": ""}
+    assert settings["data"]["sources"][0] | {"path": "", "name": ""} == source.model_dump() | {
+        "path": "",
+        "name": "",
+    }
     assert settings["data"]["sources"][0]["path"] == "https://host:81/a.jsonl"
     assert settings["data"]["sources"][0]["name"] == "a?b@c"
     assert settings["fanout"]["server_urls"] == ["http://host:8000", "http://host/x"]
@@ -36,9 +40,14 @@ def test_settings_keep_no_secret_of_a_url() -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/", "../a", "a\\b", "a\0b", "n" * 201])
-def test_a_run_name_that_is_no_directorys_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_run_name_that_is_no_directorys_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=f"run_name must be the name of a directory in runs/.*got {re.escape(repr(name[:200]))}"):
+    with pytest.raises(
+        ValueError,
+        match=f"run_name must be the name of a directory in runs/.*got {re.escape(repr(name[:200]))}",
+    ):
         summary.run_dir(name)
     assert not list(tmp_path.iterdir())
 
@@ -64,9 +73,18 @@ def test_the_date_is_now_and_says_its_zone() -> None:
 
 
 def test_the_line_on_answers_adds_up_and_warns_of_the_limit() -> None:
-    accounts = {"requested": 1200, "answered": 1190, "failed": 7, "failed: no_room": 7, "skipped": 3, "at_length_limit": 240}
+    accounts = {
+        "requested": 1200,
+        "answered": 1190,
+        "failed": 7,
+        "failed: no_room": 7,
+        "skipped": 3,
+        "at_length_limit": 240,
+    }
     text = summary.answers_text(answer_figures(accounts))
-    assert text == ("1,200 requested = 1,190 answered + 7 failed (7 no_room) + 3 skipped; 240 at the length limit; 0 tool calls")
+    assert text == (
+        "1,200 requested = 1,190 answered + 7 failed (7 no_room) + 3 skipped; 240 at the length limit; 0 tool calls"
+    )
     low = summary.answers_text(answer_figures(accounts | {"at_length_limit": 241}))
     assert "241 at the length limit, TOO MANY: raise regenerate.max_new_tokens" in low
     assert summary.answers_text({}) == "the rows' own"
@@ -78,7 +96,10 @@ def test_a_place_is_a_path_here_and_a_name_in_the_output_of_a_pod(tmp_path: Path
         assert summary.place_of(tmp_path / "report.html") == "report.html"
 
 
-ENGINE, EVALUATE = EngineConfig(max_model_len=64, max_num_batched_tokens=16), EvaluateConfig(num_speculative_tokens=2)
+ENGINE, EVALUATE = (
+    EngineConfig(max_model_len=64, max_num_batched_tokens=16),
+    EvaluateConfig(num_speculative_tokens=2),
+)
 COMMON = (
     "--host 127.0.0.1 --dtype float32 --max-model-len 64 --no-enable-chunked-prefill --max-num-batched-tokens 64 "
     "--speculative-config"
@@ -87,12 +108,16 @@ COMMON = (
 
 def test_a_draft_in_a_store_is_fetched_and_a_target_of_the_hub_served_by_its_id(tmp_path: Path) -> None:
     with pod(tmp_path):
-        lines = summary.serve_lines("s3://b/target", "s3://b/it's/eagle3", ("org/model", "0123"), ENGINE, EVALUATE)
+        lines = summary.serve_lines(
+            "s3://b/target", "s3://b/it's/eagle3", ("org/model", "0123"), ENGINE, EVALUATE
+        )
     assert list(lines) == ["Fetch", "HTTP server", "Python"]
     assert lines["Fetch"] == summary.fetch_line("s3://b/it's/eagle3", "draft")
     draft = '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 2}'
     assert lines["HTTP server"] == f"vllm serve org/model --revision 0123 {COMMON} '{draft}'"
-    assert lines["Python"].startswith("llm = vllm.LLM(model='org/model', revision='0123', dtype='float32', max_model_len=64, ")
+    assert lines["Python"].startswith(
+        "llm = vllm.LLM(model='org/model', revision='0123', dtype='float32', max_model_len=64, "
+    )
     assert "'model': 'draft'" in lines["Python"]
     assert "s3://" not in lines["HTTP server"] + lines["Python"]
 
@@ -106,7 +131,9 @@ def test_a_target_that_is_on_no_hub_is_fetched_beside_the_draft(tmp_path: Path) 
 
 
 def test_what_lies_here_is_served_from_where_it_lies(tmp_path: Path) -> None:
-    lines = summary.serve_lines(f"{tmp_path}/target", f"{tmp_path}/eagle3", ("org/model", "0123"), ENGINE, EVALUATE)
+    lines = summary.serve_lines(
+        f"{tmp_path}/target", f"{tmp_path}/eagle3", ("org/model", "0123"), ENGINE, EVALUATE
+    )
     assert list(lines) == ["HTTP server", "Python"]
     assert f" {tmp_path}/target {COMMON}" in lines["HTTP server"]
     assert f'"model": "{tmp_path}/eagle3"' in lines["HTTP server"]
@@ -130,7 +157,9 @@ def test_the_line_that_fetches_copies_a_directory_as_it_is_into_another(tmp_path
     for _ in range(2):
         line = summary.fetch_line(f"file://{source}", "copy")
         subprocess.run(["bash", "-euc", line], cwd=tmp_path / "here", env=environment, check=True, timeout=60)
-    copied = {str(path.relative_to(tmp_path / "here")) for path in (tmp_path / "here").rglob("*") if path.is_file()}
+    copied = {
+        str(path.relative_to(tmp_path / "here")) for path in (tmp_path / "here").rglob("*") if path.is_file()
+    }
     assert copied == {"copy/a.json", "copy/inner/b"}
 
 
@@ -142,6 +171,8 @@ def test_the_line_that_fetches_copies_a_directory_as_it_is_into_another(tmp_path
         (TargetConfig(name="s3://b/model", public_name="org/model"), ("", "")),
     ],
 )
-def test_only_the_very_target_of_a_hub_is_served_by_its_id(target: TargetConfig, hub: tuple[str, str]) -> None:
+def test_only_the_very_target_of_a_hub_is_served_by_its_id(
+    target: TargetConfig, hub: tuple[str, str]
+) -> None:
     fetched = Target("org/model", "0123", "digest", FlyteDirectory("s3://b/t"), 4, 10, 8)
     assert hub_target(target, fetched) == hub

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from eagle3.data.answer_text import AnswerForm
 from eagle3.data.chat import conversation_rows
 from eagle3.data.conversations import Conversation, to_conversation
 from eagle3.data.recorded import Recorded
-from tests.data.formats import IM
-from tests.data.tiny import train_tokenizer
+from eagle3.regenerate.answer_text import AnswerForm
+from tests.helpers.formats import IM
+from tests.helpers.tiny_tokenizer import train_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "workflows" / "recipes"
 LINES = (RECIPES / "tool_tasks.jsonl").read_text().splitlines()
@@ -47,14 +47,18 @@ def test_recorded_results_are_found_by_the_rows_own_calls(row: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
-def test_calls_fit_the_tools_and_rows_are_short(tokenizer: PreTrainedTokenizerFast, row: dict[str, Any]) -> None:
+def test_calls_fit_the_tools_and_rows_are_short(
+    tokenizer: PreTrainedTokenizerFast, row: dict[str, Any]
+) -> None:
     conversation = conversation_of(row)
     form = AnswerForm.of(tokenizer, conversation.tools)
     (pieces,) = conversation_rows(tokenizer, conversation)
     written = [piece.text[: piece.num_answer] for piece in pieces if piece.num_answer]
     ids = {call.pop("id") for m in conversation.messages for call in m.get("tool_calls", [])}
     assert ids == {m["tool_call_id"] for m in conversation.messages if m["role"] == "tool"}
-    assert [form.read(text) for text in written] == [m for m in conversation.messages if m["role"] == "assistant"]
+    assert [form.read(text) for text in written] == [
+        m for m in conversation.messages if m["role"] == "assistant"
+    ]
     assert sum(len(piece.text) for piece in pieces) <= MAX_CHARACTERS
 
 
@@ -62,7 +66,11 @@ def test_rows_are_many_varied_and_kept_apart_from_the_heldout_prompts() -> None:
     assert all(line.isascii() for line in LINES)
     assert len({row["id"] for row in ROWS}) == len(ROWS) == 60
     first = [row["messages"][0]["content"] for row in ROWS]
-    other = [json.loads(line)["prompt"] for name in ("heldout", "prompts") for line in (RECIPES / f"{name}.jsonl").open()]
+    other = [
+        json.loads(line)["prompt"]
+        for name in ("heldout", "prompts")
+        for line in (RECIPES / f"{name}.jsonl").open()
+    ]
     assert len(set(first)) == len(first)
     assert not set(first) & set(other)
     shapes: Counter[str] = Counter()

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from eagle3.data.answer_text import AnswerForm
 from eagle3.data.chat import conversation_rows, encode_rows, text_spans
 from eagle3.data.conversations import Conversation, Message
-from tests.data.formats import IM
-from tests.data.tiny import train_tokenizer
+from eagle3.regenerate.answer_text import AnswerForm
+from tests.helpers.formats import IM
+from tests.helpers.tiny_tokenizer import train_tokenizer
 
 TEMPLATE = (Path(__file__).parents[2] / "workflows" / "recipes" / "tools.jinja").read_text()
 # As the model's tokenizer has it.
@@ -42,7 +42,10 @@ def smollm2() -> PreTrainedTokenizerFast:
 
 
 TURNS = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text(max_size=9)}), max_size=5
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text(max_size=9)}
+    ),
+    max_size=5,
 )
 
 
@@ -52,7 +55,9 @@ def test_without_tools_it_writes_what_smollm2s_own_does(
     ours: Any, smollm2: Any, turns: list[dict[str, str]], prompt: bool, tools: list[Any] | None
 ) -> None:
     ours_text, own_text = (
-        tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=prompt) if turns else ""
+        tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=prompt)
+        if turns
+        else ""
         for tokenizer in (ours, smollm2)
     )
     assert ours_text == own_text
@@ -63,7 +68,9 @@ def call(city: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("system", [True, False])
-def test_tools_calls_and_results_are_written_as_hermes_models_expect(ours: PreTrainedTokenizerFast, system: bool) -> None:
+def test_tools_calls_and_results_are_written_as_hermes_models_expect(
+    ours: PreTrainedTokenizerFast, system: bool
+) -> None:
     messages = [
         *([Message(role="system", content="Be brief.")] if system else []),
         Message(role="user", content="Warm?"),
@@ -73,7 +80,9 @@ def test_tools_calls_and_results_are_written_as_hermes_models_expect(ours: PreTr
         Message(role="assistant", content="Rome is."),
     ]
     text = ours.apply_chat_template(messages, tools=[WEATHER], tokenize=False)
-    opening = "Be brief." if system else "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    opening = (
+        "Be brief." if system else "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    )
     assert isinstance(text, str)
     head, _, rest = text.partition("<|im_end|>\n")
     assert head.startswith(f"<|im_start|>system\n{opening}\n\n")
@@ -94,8 +103,15 @@ def test_its_calls_are_read_back_and_all_answers_share_one_row(ours: PreTrainedT
         Message(role="assistant", content="", tool_calls=[call('R"ome'), call("Oslo\n")]),
         Message(role="assistant", content="Rome is."),
     ]
-    messages = [Message(role="user", content="Warm?"), answers[0], Message(role="tool", content="30"), answers[1]]
+    messages = [
+        Message(role="user", content="Warm?"),
+        answers[0],
+        Message(role="tool", content="30"),
+        answers[1],
+    ]
     rows = encode_rows(ours, conversation_rows(ours, Conversation(messages, [WEATHER])))
     assert [row.reason for row in rows] == [""]
-    texts = [text for text, supervised in text_spans(ours, rows[0].token_ids, rows[0].loss_mask) if supervised]
+    texts = [
+        text for text, supervised in text_spans(ours, rows[0].token_ids, rows[0].loss_mask) if supervised
+    ]
     assert [AnswerForm.of(ours, [WEATHER]).read(text) for text in texts] == answers

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flyte_runs import pod
 from flytekit.core.checkpointer import SyncCheckpoint
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
@@ -16,11 +15,18 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from eagle3.config import TrainConfig
+from eagle3.config.training import TrainConfig
 from eagle3.training import launch
 from eagle3.training.launch import Preempted, TrainJob
-from workflows import live, store
-from workflows.interfaces import DraftCheckpoint, DraftVocab, HiddenStateShard, HiddenStateShards, Target
+from tests.helpers.flyte_runs import pod
+from workflows.flyte import live, store
+from workflows.flyte.interfaces import (
+    DraftCheckpoint,
+    DraftVocab,
+    HiddenStateShard,
+    HiddenStateShards,
+    Target,
+)
 from workflows.tasks.train_draft import train_draft
 
 Trainer = Callable[[TrainJob, Callable[[], None], Path], None]
@@ -39,7 +45,9 @@ def run(tmp_path: Path, shard_dir: str = "", **settings: Any) -> DraftCheckpoint
     shard = HiddenStateShard(0, FlyteDirectory(shard_dir or str(tmp_path)), 1, 1, 1, 1, [1, 2, 3], "s")
     states = HiddenStateShards([shard], [1, 2, 3], "states")
     context = FlyteContextManager.current_context()
-    literal = TypeEngine.to_literal(context, states, HiddenStateShards, TypeEngine.to_literal_type(HiddenStateShards))
+    literal = TypeEngine.to_literal(
+        context, states, HiddenStateShards, TypeEngine.to_literal_type(HiddenStateShards)
+    )
     made: DraftCheckpoint = train_draft.task_function(
         states=TypeEngine.to_python_value(context, literal, HiddenStateShards),
         states_digest="states",
@@ -92,7 +100,9 @@ def train_half_then_whole(job: TrainJob, on_progress: Callable[[], None], out: P
 
 def test_a_remote_shard_is_named_and_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = use(monkeypatch, train_whole)
-    monkeypatch.setattr(FlyteDirectory, "__fspath__", lambda self: pytest.fail("fetched") if self.remote_source else self.path)
+    monkeypatch.setattr(
+        FlyteDirectory, "__fspath__", lambda self: pytest.fail("fetched") if self.remote_source else self.path
+    )
     run(tmp_path, "s3://bucket/shard", seed=1)
     with pod(tmp_path):
         run(tmp_path, "s3://bucket/shard", seed=1)
@@ -107,11 +117,17 @@ def test_a_finished_run_leaves_an_output_of_its_own_without_the_checkpoint(
     assert first.directory.path != second.directory.path
     assert first.digest == second.digest
     for made in (first, second):
-        assert {p.name for p in Path(made.directory.path).iterdir()} == {"draft.json", "draft.safetensors", "metrics.jsonl"}
+        assert {p.name for p in Path(made.directory.path).iterdir()} == {
+            "draft.json",
+            "draft.safetensors",
+            "metrics.jsonl",
+        }
     assert {str(p) for p in local_store.iterdir()} == {first.directory.path, second.directory.path}
 
 
-def test_a_killed_local_run_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_local_run_goes_on_from_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     jobs = use(monkeypatch, train_half_then_whole)
     with pytest.raises(RuntimeError, match="killed"):
         run(tmp_path)
@@ -121,7 +137,9 @@ def test_a_killed_local_run_goes_on_from_its_checkpoint(tmp_path: Path, monkeypa
     assert jobs[2].out_dir == jobs[0].out_dir != jobs[1].out_dir
 
 
-def test_two_runs_of_one_key_at_once_share_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_of_one_key_at_once_share_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inner = []
 
     def train_while_another_does(job: TrainJob, on_progress: Callable[[], None], out: Path) -> None:
@@ -161,7 +179,10 @@ def test_an_attempt_goes_on_from_the_one_before_and_saves_for_the_one_after(
 ) -> None:
     use(monkeypatch, train_half_then_whole)
     attempts = [str(tmp_path / f"attempt{i}") for i in range(3)]
-    with pod(tmp_path / "a", SyncCheckpoint(attempts[0])), pytest.raises(FlyteRecoverableException, match="killed"):
+    with (
+        pod(tmp_path / "a", SyncCheckpoint(attempts[0])),
+        pytest.raises(FlyteRecoverableException, match="killed"),
+    ):
         run(tmp_path)
     assert Path(attempts[0], "checkpoint.safetensors").read_text() == "half"
 
@@ -182,9 +203,14 @@ def test_an_attempt_goes_on_from_the_one_before_and_saves_for_the_one_after(
     assert not Path(made.directory.path, "checkpoint.safetensors").exists()
 
 
-def test_an_attempt_after_one_that_saved_nothing_starts_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_after_one_that_saved_nothing_starts_afresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
-    use(monkeypatch, lambda job, report, out: (found.append((out / "checkpoint.safetensors").exists()), finish(out)))  # type: ignore[func-returns-value]
+    use(
+        monkeypatch,
+        lambda job, report, out: (found.append((out / "checkpoint.safetensors").exists()), finish(out)),
+    )  # type: ignore[func-returns-value]
     (tmp_path / "empty").mkdir()
     for source in ("absent", "empty"):
         with pod(tmp_path / source, SyncCheckpoint(str(tmp_path / "to"), str(tmp_path / source))):
@@ -232,7 +258,9 @@ def test_each_checkpoint_is_saved_once_and_a_failed_upload_is_made_up_for(
         assert uploads.saved == saved
 
 
-def test_wrong_settings_fail_at_once_with_their_own_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_settings_fail_at_once_with_their_own_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(job: TrainJob, on_progress: Callable[[], None], out: Path) -> None:
         raise ValueError("lower train.validation_rows")
 
@@ -241,7 +269,9 @@ def test_wrong_settings_fail_at_once_with_their_own_message(tmp_path: Path, monk
         run(tmp_path)
 
 
-def test_the_deck_shows_curves_while_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_deck_shows_curves_while_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deck, clock = tmp_path / "meta/deck.html", [100.0]
     (tmp_path / "meta").mkdir()
     monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flyte_runs import ROOT, pyflyte_run, write_prompts, write_recipe
 
-from workflows import journal, store
+from tests.helpers.flyte_runs import ROOT, pyflyte_run, write_prompts, write_recipe
+from workflows.flyte import journal, store
 
 
 def words(result: Any) -> str:
@@ -46,7 +46,9 @@ def test_an_architecture_that_no_draft_fits_is_refused_before_its_weights_are_fe
     assert not journal.entries()
 
 
-@pytest.mark.parametrize(("file", "missing"), [("train_eagle3", "target"), ("retrain_eagle3", "target, promote")])
+@pytest.mark.parametrize(
+    ("file", "missing"), [("train_eagle3", "target"), ("retrain_eagle3", "target, promote")]
+)
 def test_what_a_recipe_must_name_is_asked_for(workplace: Path, file: str, missing: str) -> None:
     recipe = workplace / "recipe.yaml"
     recipe.write_text(f"heldout: {write_prompts(workplace / 'heldout.jsonl', 0, 2)}")
@@ -58,10 +60,15 @@ def test_what_a_recipe_must_name_is_asked_for(workplace: Path, file: str, missin
     ("blocks", "said"),
     [
         ({"train": {"epohcs": 3}}, "train.epohcs: no such setting, correct or remove it, got 3"),
-        ({"resources": {"engine": {"mem": 8}}}, 'resources.engine.mem: a quantity of bytes must have a unit, got 8; write "8Gi"'),
+        (
+            {"resources": {"engine": {"mem": 8}}},
+            'resources.engine.mem: a quantity of bytes must have a unit, got 8; write "8Gi"',
+        ),
     ],
 )
-def test_a_wrong_setting_ends_in_one_line(workplace: Path, prompts: Path, blocks: dict[str, Any], said: str) -> None:
+def test_a_wrong_setting_ends_in_one_line(
+    workplace: Path, prompts: Path, blocks: dict[str, Any], said: str
+) -> None:
     result = pyflyte_run(write_recipe(workplace / "recipe.yaml", workplace, prompts, **blocks))
     assert words(result).endswith(said)
     assert "Running Execution" not in result.output

@@ -9,11 +9,11 @@ from flytekit import Cache, task
 from flytekit.types.file import FlyteFile
 
 import images
-from eagle3.config import VocabConfig
-from workflows import store
-from workflows.interfaces import DraftVocab, Target, TokenShards
-from workflows.resources import DATA, HUB
-from workflows.stage import stage
+from eagle3.config.data import VocabConfig
+from workflows.flyte import store
+from workflows.flyte.interfaces import DraftVocab, Target, TokenShards
+from workflows.flyte.pods import DATA, HUB
+from workflows.flyte.stage import stage
 
 logger = logging.getLogger("eagle3")
 
@@ -38,12 +38,14 @@ def build_vocab(
     """Take the most frequent tokens, or keep the vocabulary of the draft that training goes on from."""
     from eagle3.draft.initial import check_initial, fetch_initial
     from eagle3.draft.speculators import read_config, read_target_ids
-    from eagle3.shards import read_token_shard
-    from eagle3.target.properties import end_of_turn_ids
+    from eagle3.shards.tokens import read_token_shard
+    from eagle3.targets.properties import end_of_turn_ids
     from eagle3.vocab import build_vocab, count_tokens, keep_vocab, save_vocab
 
     target_dir, out = Path(target.directory.download()), store.new_dir("build_vocab")
-    counts = count_tokens((row for shard in shards.shards for row in read_token_shard(shard.file.download())), target.vocab_size)
+    counts = count_tokens(
+        (row for shard in shards.shards for row in read_token_shard(shard.file.download())), target.vocab_size
+    )
     if init_digest:
         store.share_credentials()
         target_config = json.loads((target_dir / "config.json").read_text())
@@ -53,7 +55,9 @@ def build_vocab(
             check_initial(draft_dir, target_config, config["eagle_aux_hidden_state_layer_ids"])
             built = keep_vocab(counts, read_target_ids(draft_dir, config["draft_vocab_size"]))
         if vocab.size not in (len(built.d2t), VocabConfig().size):
-            logger.warning("vocab.size %d is ignored: the initial draft has %d tokens", vocab.size, len(built.d2t))
+            logger.warning(
+                "vocab.size %d is ignored: the initial draft has %d tokens", vocab.size, len(built.d2t)
+            )
     else:
         built = build_vocab(counts, vocab.size, end_of_turn_ids(target_dir))
     path = out / "vocab.safetensors"

@@ -11,8 +11,8 @@ from flytekit.core.local_cache import LocalTaskCache
 from flytekit.core.type_engine import TypeEngine
 from flytekit.models.literals import Binary, Literal, LiteralMap, Scalar
 
-from workflows import store
-from workflows.interfaces import (
+from workflows.flyte import store
+from workflows.flyte.interfaces import (
     DraftCheckpoint,
     DraftExport,
     DraftVocab,
@@ -32,8 +32,8 @@ from workflows.tasks.regenerate_responses import regenerate_shard
 from workflows.tasks.train_draft import train_draft
 
 if TYPE_CHECKING:
-    from eagle3.config import RegenerateConfig
-    from eagle3.plan import RunSettings
+    from eagle3.config.engine import RegenerateConfig
+    from eagle3.planning.plan import RunSettings
 
 T = TypeVar("T")
 STAGES = ("prepare", "regenerate", "vocab", "extract", "train", "export", "evaluate")
@@ -70,7 +70,11 @@ def cached_stages(found: ResolvedInputs, cfg: "RunSettings") -> dict[str, str]:
 
 
 def _add_states_and_vocab(
-    found: ResolvedInputs, cfg: "RunSettings", prepared: PreparedData, shards: list[TokenShard], state: dict[str, str]
+    found: ResolvedInputs,
+    cfg: "RunSettings",
+    prepared: PreparedData,
+    shards: list[TokenShard],
+    state: dict[str, str],
 ) -> None:
     """The two stages that read finished rows, and those behind."""
     target_digest = found.target.digest
@@ -101,7 +105,11 @@ def _add_draft(
     """Training, export and evaluation."""
     keyed: dict[str, Any] = {"target_digest": found.target.digest, "vocab_digest": vocab.digest}
     digest = store.digest_of_digests(shard.digest for shard in states)
-    training = {"states_digest": digest, "init_digest": found.init_digest, "train": cfg.train.settings_of_result()}
+    training = {
+        "states_digest": digest,
+        "init_digest": found.init_digest,
+        "train": cfg.train.settings_of_result(),
+    }
     trained = cached_output(train_draft, DraftCheckpoint, **keyed, **training)
     state["train"] = _word(trained)
     if trained is None:
@@ -135,7 +143,9 @@ def cached_output(task: Any, kind: type[T], **keyed: Any) -> T | None:
     assert keyed.keys() == task.interface.inputs.keys() - set(ignored), task.name
     ctx = FlyteContextManager.current_context()
     inputs = {
-        name: TypeEngine.to_literal(ctx, value, task.python_interface.inputs[name], task.interface.inputs[name].type)
+        name: TypeEngine.to_literal(
+            ctx, value, task.python_interface.inputs[name], task.interface.inputs[name].type
+        )
         for name, value in keyed.items()
     }
     # A workflow passes strings on as attributes of earlier results, which flytekit packs; a @dynamic passes them plain.
@@ -157,7 +167,11 @@ def _answered_shards(
 ) -> list[TokenShard]:
     """The shards of an answering task, each by the sampling of its own sources."""
     keys = [keyed | {"regenerate": regenerate.for_sources(shard.sources)} for shard in shards]
-    return [made for shard, key in zip(shards, keys, strict=True) for made in _cached_shards(task, TokenShard, [shard], key)]
+    return [
+        made
+        for shard, key in zip(shards, keys, strict=True)
+        for made in _cached_shards(task, TokenShard, [shard], key)
+    ]
 
 
 def _cached_shards(task: Any, kind: type[T], shards: list[TokenShard], keyed: dict[str, Any]) -> list[T]:

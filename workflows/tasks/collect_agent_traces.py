@@ -5,12 +5,12 @@ from typing import cast
 from flytekit import Cache, dynamic, task
 
 import images
-from eagle3.config import EngineConfig, FanOutConfig, RegenerateConfig
-from eagle3.resources import ResourcesConfig
-from workflows.answering import answer_shard, answering_key, in_lanes
-from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
-from workflows.resources import DYNAMIC, ENGINE, SERVER
-from workflows.stage import recoverable, stage
+from eagle3.config.engine import EngineConfig, FanOutConfig, RegenerateConfig
+from eagle3.config.resources import ResourcesConfig
+from workflows.flyte.fan_out import answer_shard, answering_key, in_lanes
+from workflows.flyte.interfaces import PreparedData, Target, TokenShard, TokenShards
+from workflows.flyte.pods import DYNAMIC, ENGINE, SERVER
+from workflows.flyte.stage import recoverable, stage
 from workflows.tasks.gather_token_shards import gather_token_shards
 
 NAME = "collect_agent_traces"
@@ -18,7 +18,14 @@ CACHE = Cache(version="2", ignored_inputs=("shard", "target", "server_url", "ten
 
 
 @task(
-    container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, enable_deck=True, deck_fields=(), **ENGINE, **SERVER
+    container_image=images.GPU,
+    cache=CACHE,
+    retries=3,
+    interruptible=True,
+    enable_deck=True,
+    deck_fields=(),
+    **ENGINE,
+    **SERVER,
 )
 @stage
 def collect_shard(

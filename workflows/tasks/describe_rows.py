@@ -4,22 +4,29 @@ from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 
 import images
-from workflows import store
-from workflows.interfaces import Target, TokenShards
-from workflows.resources import DATA
-from workflows.stage import stage
+from workflows.flyte import store
+from workflows.flyte.interfaces import Target, TokenShards
+from workflows.flyte.pods import DATA
+from workflows.flyte.stage import stage
 
 NUM_SAMPLES = 8
 
 
-@task(container_image=images.CPU, cache=Cache(version="2", ignored_inputs=("shards", "target")), retries=2, **DATA)
+@task(
+    container_image=images.CPU,
+    cache=Cache(version="2", ignored_inputs=("shards", "target")),
+    retries=2,
+    **DATA,
+)
 @stage
-def describe_rows(shards: TokenShards, shards_digest: str, target: Target, target_digest: str) -> FlyteDirectory:
+def describe_rows(
+    shards: TokenShards, shards_digest: str, target: Target, target_digest: str
+) -> FlyteDirectory:
     """Go through all shards, one at a time; cached, so that a rerun reads none and loads no tokenizer."""
     from eagle3.data.chat import load_chat_tokenizer
     from eagle3.data.describe import describe_rows, write_description
-    from eagle3.shards import read_token_shard
-    from eagle3.target.properties import end_of_turn_ids
+    from eagle3.shards.tokens import read_token_shard
+    from eagle3.targets.properties import end_of_turn_ids
 
     target_dir, out = target.directory.download(), store.new_dir("describe_rows")
     rows = (row for shard in shards.shards for row in read_token_shard(shard.file.download()))

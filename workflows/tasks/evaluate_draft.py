@@ -6,13 +6,13 @@ from flytekit import Cache, dynamic, task
 from flytekit.types.file import FlyteFile
 
 import images
-from eagle3.config import EngineConfig, EvaluateConfig, FanOutConfig
-from eagle3.resources import ResourcesConfig
-from workflows import store
-from workflows.interfaces import DraftExport, EvaluationReport, Target, TokenShard
-from workflows.live import JobDeck
-from workflows.resources import DYNAMIC, ENGINE, evaluation_pod
-from workflows.stage import recoverable, stage
+from eagle3.config.engine import EngineConfig, EvaluateConfig, FanOutConfig
+from eagle3.config.resources import ResourcesConfig
+from workflows.flyte import store
+from workflows.flyte.interfaces import DraftExport, EvaluationReport, Target, TokenShard
+from workflows.flyte.live import JobDeck
+from workflows.flyte.pods import DYNAMIC, ENGINE, evaluation_pod
+from workflows.flyte.stage import recoverable, stage
 
 
 @task(
@@ -39,7 +39,11 @@ def evaluate_draft(
     from eagle3.evaluation import benchmark
 
     path = store.new_dir("evaluate_draft") / "evaluation.json"
-    target_dir, export_dir, heldout_path = target.directory.download(), draft.directory.download(), heldout.file.download()
+    target_dir, export_dir, heldout_path = (
+        target.directory.download(),
+        draft.directory.download(),
+        heldout.file.download(),
+    )
     deck = JobDeck("evaluate")
     figures = benchmark.evaluate(
         target_dir,

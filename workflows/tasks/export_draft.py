@@ -4,14 +4,19 @@ from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 
 import images
-from eagle3.config import ExportConfig
-from workflows import store
-from workflows.interfaces import DraftCheckpoint, DraftExport, DraftVocab, Target
-from workflows.resources import DATA
-from workflows.stage import stage
+from eagle3.config.training import ExportConfig
+from workflows.flyte import store
+from workflows.flyte.interfaces import DraftCheckpoint, DraftExport, DraftVocab, Target
+from workflows.flyte.pods import DATA
+from workflows.flyte.stage import stage
 
 
-@task(container_image=images.CPU, cache=Cache(version="1", ignored_inputs=("checkpoint", "vocab", "target")), retries=2, **DATA)
+@task(
+    container_image=images.CPU,
+    cache=Cache(version="1", ignored_inputs=("checkpoint", "vocab", "target")),
+    retries=2,
+    **DATA,
+)
 @stage
 def export_draft(
     checkpoint: DraftCheckpoint,
@@ -25,7 +30,9 @@ def export_draft(
 ) -> DraftExport:
     from eagle3.export import write_export
 
-    out = store.new_dir("export_draft") / "eagle3"  # vLLM guesses the method from the path where none is named
+    out = (
+        store.new_dir("export_draft") / "eagle3"
+    )  # vLLM guesses the method from the path where none is named
     draft_dir, target_dir = checkpoint.directory.download(), target.directory.download()
     digest = write_export(draft_dir, vocab.file.download(), target_dir, public_name, export, str(out))
     return DraftExport(FlyteDirectory(str(out)), digest)

@@ -9,14 +9,14 @@ from flytekit import Cache, dynamic, map_task, task
 from flytekit.types.directory import FlyteDirectory
 
 import images
-from eagle3.config import EngineConfig, ExtractConfig, FanOutConfig
-from eagle3.places import shown
-from eagle3.resources import ResourcesConfig
-from workflows import store
-from workflows.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
-from workflows.live import JobDeck
-from workflows.resources import DYNAMIC, ENGINE, LIGHT, SERVER, Pod, after_template, replica_pod
-from workflows.stage import recoverable, stage
+from eagle3.config.engine import EngineConfig, ExtractConfig, FanOutConfig
+from eagle3.config.resources import ResourcesConfig
+from eagle3.uris import shown
+from workflows.flyte import store
+from workflows.flyte.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
+from workflows.flyte.live import JobDeck
+from workflows.flyte.pods import DYNAMIC, ENGINE, LIGHT, SERVER, Pod, after_template, replica_pod
+from workflows.flyte.stage import recoverable, stage
 
 logger = logging.getLogger("eagle3")
 CACHE = Cache(version="3", ignored_inputs=("shard", "target", "server_url", "tensor_parallel_size"))
@@ -27,7 +27,14 @@ NAME = "extract_hidden_states"
 
 
 @task(
-    container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, enable_deck=True, deck_fields=(), **ENGINE, **SERVER
+    container_image=images.GPU,
+    cache=CACHE,
+    retries=3,
+    interruptible=True,
+    enable_deck=True,
+    deck_fields=(),
+    **ENGINE,
+    **SERVER,
 )
 @stage
 def extract_shard(
@@ -41,8 +48,8 @@ def extract_shard(
     tensor_parallel_size: int,
 ) -> HiddenStateShard:
     """Capture one shard where its key says it belongs: a retry or another run goes on behind the last finished chunk."""
-    from eagle3.target.engine import capture
-    from eagle3.target.properties import aux_layer_ids
+    from eagle3.engine.engine import capture
+    from eagle3.targets.properties import aux_layer_ids
 
     store.share_credentials()
     layer_ids = aux_layer_ids(extract.layer_ids, target.num_layers)
@@ -102,7 +109,9 @@ def gather_hidden_states(
     done = [shard for number in range(len(shards.shards)) if (shard := found[number]) is not None]
     lost = [shards.shards[number] for number in range(len(shards.shards)) if found[number] is None]
     if lost:
-        named = ", ".join(f"shard {shard.index} ({shard.rows} rows, {shown(shard.file.path)})" for shard in lost[:8])
+        named = ", ".join(
+            f"shard {shard.index} ({shard.rows} rows, {shown(shard.file.path)})" for shard in lost[:8]
+        )
         text = f"{len(lost)} of {len(shards.shards)} shards, {sum(s.rows for s in lost)} rows, could not be captured: {named}"
         if len(done) < fanout.min_success_ratio * len(shards.shards):
             asked = f"fanout.min_success_ratio is {fanout.min_success_ratio}"
@@ -110,7 +119,9 @@ def gather_hidden_states(
         logger.warning("%s; training goes on without them", text)
     # Two shards that hold the same rows come from the cache under one index.
     ordered = [replace(shard, index=i) for i, shard in enumerate(done)]
-    return HiddenStateShards(ordered, ordered[0].layer_ids, store.digest_of_digests(shard.digest for shard in ordered))
+    return HiddenStateShards(
+        ordered, ordered[0].layer_ids, store.digest_of_digests(shard.digest for shard in ordered)
+    )
 
 
 @dynamic(container_image=images.CPU, retries=2, **DYNAMIC)
@@ -181,13 +192,15 @@ def _local_attempt(shard: TokenShard, common: dict[str, Any]) -> Any:
 
 def check_room(shards: TokenShards, target: Target, engine: EngineConfig, extract: ExtractConfig) -> None:
     """Say how many bytes the states take; locally, refuse what does not fit beside what is captured already."""
-    from eagle3.hidden_states import hidden_state_bytes
-    from eagle3.target.properties import aux_layer_ids
+    from eagle3.shards.hidden_states import hidden_state_bytes
+    from eagle3.targets.properties import aux_layer_ids
 
     num_aux = len(aux_layer_ids(extract.layer_ids, target.num_layers))
     tokens, supervised = sum(s.tokens for s in shards.shards), sum(s.supervised_tokens for s in shards.shards)
     needed = hidden_state_bytes(tokens, supervised, num_aux, target.hidden_size, extract.encoding)
-    text = f"states of {tokens} tokens as {extract.encoding}: at most {needed / 1e9:.3f} GB before compression"
+    text = (
+        f"states of {tokens} tokens as {extract.encoding}: at most {needed / 1e9:.3f} GB before compression"
+    )
     if store.is_local():
         free = store.free_bytes()
         text += f"; {store.root()} has {free / 1e9:.3f} GB free"

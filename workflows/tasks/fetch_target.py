@@ -8,35 +8,49 @@ from flytekit import Cache, dynamic, task
 from flytekit.types.directory import FlyteDirectory
 
 import images
-from eagle3.config import TargetConfig
-from eagle3.resources import ResourcesConfig
-from workflows import store
-from workflows.interfaces import Target, TargetRef
-from workflows.resources import DATA, DYNAMIC, HUB, LIGHT, data_pod
-from workflows.stage import recoverable, stage
+from eagle3.config.engine import TargetConfig
+from eagle3.config.resources import ResourcesConfig
+from workflows.flyte import store
+from workflows.flyte.interfaces import Target, TargetRef
+from workflows.flyte.pods import DATA, DYNAMIC, HUB, LIGHT, data_pod
+from workflows.flyte.stage import recoverable, stage
 
 
-@task(container_image=images.CPU, cache=Cache(version="3", ignored_inputs=("target", "ref")), retries=2, **DATA, **HUB)
+@task(
+    container_image=images.CPU,
+    cache=Cache(version="3", ignored_inputs=("target", "ref")),
+    retries=2,
+    **DATA,
+    **HUB,
+)
 @stage
 def fetch_target(target: TargetConfig, ref: TargetRef, target_digest: str) -> Target:
-    from eagle3.target.resolve import fetch_target
-    from eagle3.target.trust import distrust
-    from eagle3.target.weights import check_target_dir
+    from eagle3.targets.resolve import fetch_target
+    from eagle3.targets.trust import distrust
+    from eagle3.targets.weights import check_target_dir
 
     store.share_credentials()
     out = store.new_dir("target")
-    fetch_target(target.model_copy(update={"revision": ref.revision}), str(out))  # the commit that the digest stands for
+    fetch_target(
+        target.model_copy(update={"revision": ref.revision}), str(out)
+    )  # the commit that the digest stands for
     distrust(out)
     return _as_target(ref, target_digest, out, check_target_dir(out))
 
 
-@task(container_image=images.CPU, cache=Cache(version="2", ignored_inputs=("target", "ref")), retries=2, **LIGHT, **HUB)
+@task(
+    container_image=images.CPU,
+    cache=Cache(version="2", ignored_inputs=("target", "ref")),
+    retries=2,
+    **LIGHT,
+    **HUB,
+)
 @stage
 def fetch_tokenizer(target: TargetConfig, ref: TargetRef, target_digest: str) -> Target:
     """The same target, its directory without weights: enough to prepare the data and to plan a run."""
-    from eagle3.target.resolve import fetch_tokenizer
-    from eagle3.target.trust import distrust
-    from eagle3.target.weights import check_target_config
+    from eagle3.targets.resolve import fetch_tokenizer
+    from eagle3.targets.trust import distrust
+    from eagle3.targets.weights import check_target_config
 
     store.share_credentials()
     out = store.new_dir("tokenizer")
@@ -61,6 +75,10 @@ def _as_target(ref: TargetRef, target_digest: str, directory: Path, config: dict
 
 @dynamic(container_image=images.CPU, retries=2, **DYNAMIC)
 @recoverable
-def fetch_target_node(target: TargetConfig, ref: TargetRef, target_digest: str, resources: ResourcesConfig) -> Target:
+def fetch_target_node(
+    target: TargetConfig, ref: TargetRef, target_digest: str, resources: ResourcesConfig
+) -> Target:
     """fetch_target on the pod that the recipe asks for."""
-    return cast(Target, data_pod(resources).node(fetch_target, target=target, ref=ref, target_digest=target_digest))
+    return cast(
+        Target, data_pod(resources).node(fetch_target, target=target, ref=ref, target_digest=target_digest)
+    )

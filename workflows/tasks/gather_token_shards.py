@@ -6,17 +6,17 @@ from dataclasses import replace
 from flytekit import task
 
 import images
-from workflows import store
-from workflows.interfaces import TokenShard, TokenShards
-from workflows.resources import LIGHT
-from workflows.stage import recoverable
+from workflows.flyte import store
+from workflows.flyte.interfaces import TokenShard, TokenShards
+from workflows.flyte.pods import LIGHT
+from workflows.flyte.stage import recoverable
 
 
 @task(container_image=images.CPU, retries=2, **LIGHT)
 @recoverable
 def gather_token_shards(stage: str, before: list[TokenShard], shards: list[TokenShard]) -> TokenShards:
     """Put the shards in order behind those of earlier stages, and tell what became of the stage's prompts."""
-    from eagle3.data.regenerate import accounts_text, check_any_left
+    from eagle3.regenerate.generator import accounts_text, check_any_left
 
     accounts = sum((Counter(shard.accounts) for shard in shards), Counter[str]())
     if accounts:

@@ -6,11 +6,11 @@ from flytekit import task
 from flytekit.types.file import FlyteFile
 
 import images
-from workflows import store
-from workflows.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
-from workflows.resources import LIGHT
-from workflows.stage import recoverable
-from workflows.summary import run_dir, write_text
+from workflows.flyte import store
+from workflows.flyte.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
+from workflows.flyte.pods import LIGHT
+from workflows.flyte.stage import recoverable
+from workflows.flyte.summary import run_dir, write_text
 from workflows.tasks.take_shards import identity
 
 
@@ -18,14 +18,20 @@ from workflows.tasks.take_shards import identity
 @recoverable
 def list_token_shards(run_name: str, target: Target, shards: TokenShards) -> tuple[TokenShards, FlyteFile]:
     """Write token_shards.json: into runs/<run_name> here, into the cluster's storage in a pod."""
-    return shards, _list(run_name, "token_shards", target, [_entry(s, store.location(s.file)) for s in shards.shards])
+    return shards, _list(
+        run_name, "token_shards", target, [_entry(s, store.location(s.file)) for s in shards.shards]
+    )
 
 
 @task(container_image=images.CPU, retries=2, **LIGHT)
 @recoverable
-def list_hidden_states(run_name: str, target: Target, states: HiddenStateShards) -> tuple[HiddenStateShards, FlyteFile]:
+def list_hidden_states(
+    run_name: str, target: Target, states: HiddenStateShards
+) -> tuple[HiddenStateShards, FlyteFile]:
     """Write hidden_states.json: into runs/<run_name> here, into the cluster's storage in a pod."""
-    return states, _list(run_name, "hidden_states", target, [_entry(s, store.location(s.directory)) for s in states.shards])
+    return states, _list(
+        run_name, "hidden_states", target, [_entry(s, store.location(s.directory)) for s in states.shards]
+    )
 
 
 def _entry(shard: TokenShard | HiddenStateShard, place: str) -> dict[str, Any]:
@@ -34,7 +40,7 @@ def _entry(shard: TokenShard | HiddenStateShard, place: str) -> dict[str, Any]:
 
 
 def _list(run_name: str, kind: str, target: Target, shards: list[dict[str, Any]]) -> FlyteFile:
-    from eagle3.existing import listing
+    from eagle3.shards.existing import listing
 
     text, name = listing(kind, identity(target), shards), f"{kind}.json"
     if store.is_local():

@@ -10,14 +10,14 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 import images
-from eagle3.config import DataConfig, SourceConfig, VocabConfig
-from eagle3.places import shown
-from eagle3.resources import ResourcesConfig
-from workflows import store
-from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
-from workflows.resources import DATA, DYNAMIC, HUB, LIGHT, data_pod
-from workflows.stage import recoverable, stage
-from workflows.summary import data_text, place_of, run_dir, write_data_report
+from eagle3.config.data import DataConfig, SourceConfig, VocabConfig
+from eagle3.config.resources import ResourcesConfig
+from eagle3.uris import shown
+from workflows.flyte import store
+from workflows.flyte.interfaces import PreparedData, Target, TokenShard, TokenShards
+from workflows.flyte.pods import DATA, DYNAMIC, HUB, LIGHT, data_pod
+from workflows.flyte.stage import recoverable, stage
+from workflows.flyte.summary import data_text, place_of, run_dir, write_data_report
 from workflows.tasks.describe_rows import describe_rows
 
 
@@ -49,8 +49,8 @@ def prepare_data(
     of given.sources and given.excluded in order.
     """
     from eagle3.data.prepare import PreparedFile, prepare_shards
-    from eagle3.data.report import render_report
     from eagle3.data.sources import pin_sources
+    from eagle3.reports.data import render_report
 
     store.share_credentials()
     out = store.new_dir("prepare_data")
@@ -65,7 +65,9 @@ def prepare_data(
     def shard(index: int, file: PreparedFile) -> TokenShard:
         return TokenShard(index, FlyteFile(str(file.path)), **asdict(file.summary))
 
-    shards, tool_tasks = ([shard(i, file) for i, file in enumerate(made)] for made in (files.shards, files.tool_tasks))
+    shards, tool_tasks = (
+        [shard(i, file) for i, file in enumerate(made)] for made in (files.shards, files.tool_tasks)
+    )
     report = out / "report.json"
     report.write_text(json.dumps(files.report, indent=1))
     Deck("Data", render_report(files.report))
@@ -74,14 +76,21 @@ def prepare_data(
 
 @dynamic(container_image=images.CPU, retries=2, **DYNAMIC)
 @recoverable
-def report_data(run_name: str, data: PreparedData, target: Target, vocab: VocabConfig, init_from: str) -> PreparedData:
+def report_data(
+    run_name: str, data: PreparedData, target: Target, vocab: VocabConfig, init_from: str
+) -> PreparedData:
     """Show what was prepared; rows that have answers already are counted by token, so that the draft vocabulary can be judged."""
     answered = [shard for shard in [*data.shards, *data.tool_tasks] if shard.supervised_tokens]
     described = None
     if answered and not init_from:
         shards = TokenShards(answered, store.digest_of_digests(shard.digest for shard in answered))
-        described = describe_rows(shards=shards, shards_digest=shards.digest, target=target, target_digest=target.digest)
-    return cast(PreparedData, show_data(run_name=run_name, data=data, described=described, vocab=vocab, init_from=init_from))
+        described = describe_rows(
+            shards=shards, shards_digest=shards.digest, target=target, target_digest=target.digest
+        )
+    return cast(
+        PreparedData,
+        show_data(run_name=run_name, data=data, described=described, vocab=vocab, init_from=init_from),
+    )
 
 
 @dynamic(container_image=images.CPU, retries=2, **DYNAMIC)
@@ -129,7 +138,9 @@ def show_data(
     report = json.loads(Path(data.report.download()).read_text())
     if described:
         description = read_description(described.download())
-        report["vocab"] = coverage_figures(description, most_frequent(description.total, vocab.size, description.end_of_turn_ids))
+        report["vocab"] = coverage_figures(
+            description, most_frequent(description.total, vocab.size, description.end_of_turn_ids)
+        )
     if init_from:
         report["vocab_note"] = (
             f"The draft of train.init_from, {shown(init_from)}, brings its own vocabulary: see the report of the run."

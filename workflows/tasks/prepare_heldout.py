@@ -6,16 +6,23 @@ from flytekit import Cache, task
 from flytekit.types.file import FlyteFile
 
 import images
-from eagle3.config import DataConfig, SourceConfig
-from workflows import store
-from workflows.interfaces import Target, TokenShard
-from workflows.resources import DATA
-from workflows.stage import stage
+from eagle3.config.data import DataConfig, SourceConfig
+from workflows.flyte import store
+from workflows.flyte.interfaces import Target, TokenShard
+from workflows.flyte.pods import DATA
+from workflows.flyte.stage import stage
 
 
-@task(container_image=images.CPU, cache=Cache(version="2", ignored_inputs=("heldout", "target")), retries=2, **DATA)
+@task(
+    container_image=images.CPU,
+    cache=Cache(version="2", ignored_inputs=("heldout", "target")),
+    retries=2,
+    **DATA,
+)
 @stage
-def prepare_heldout(heldout: FlyteFile, heldout_digest: str, target: Target, target_digest: str, data: DataConfig) -> TokenShard:
+def prepare_heldout(
+    heldout: FlyteFile, heldout_digest: str, target: Target, target_digest: str, data: DataConfig
+) -> TokenShard:
     from eagle3.data.prepare import prepare_heldout
 
     out = store.new_dir("prepare_heldout")

@@ -4,13 +4,21 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 import images
-from eagle3.config import EngineConfig, EvaluateConfig, PromoteConfig, TrainConfig
-from eagle3.places import shown
+from eagle3.config.engine import EngineConfig, EvaluateConfig
+from eagle3.config.training import PromoteConfig, TrainConfig
 from eagle3.promotion import Measurement
-from workflows import store
-from workflows.interfaces import CurrentDraft, DraftExport, EvaluationReport, Promotion, Target, TokenShard
-from workflows.resources import DATA, HUB, LIGHT
-from workflows.stage import recoverable
+from eagle3.uris import shown
+from workflows.flyte import store
+from workflows.flyte.interfaces import (
+    CurrentDraft,
+    DraftExport,
+    EvaluationReport,
+    Promotion,
+    Target,
+    TokenShard,
+)
+from workflows.flyte.pods import DATA, HUB, LIGHT
+from workflows.flyte.stage import recoverable
 
 
 @task(container_image=images.CPU, retries=2, **LIGHT, **HUB)
@@ -21,17 +29,22 @@ def find_current_draft(promote: PromoteConfig, train: TrainConfig) -> CurrentDra
     Raises:
         ValueError: if what names it is broken, or the place is one that ends with the pod.
     """
+    from eagle3.files import is_remote
     from eagle3.promotion import restore_pointer
-    from eagle3.remote import is_remote
 
     if not store.is_local() and not is_remote(promote.place):
-        raise ValueError(f"promote.place must be a URL in a cluster, got {shown(promote.place)}: a pod's directories end with it")
+        raise ValueError(
+            f"promote.place must be a URL in a cluster, got {shown(promote.place)}: a pod's directories end with it"
+        )
     store.share_credentials()
     current = restore_pointer(promote.place)
     if current is None:
         return CurrentDraft(train, 0, [], "")
     if promote.warm_start:
-        rates = {name: getattr(train, name) * promote.warm_rate_share for name in ("learning_rate", "muon_learning_rate")}
+        rates = {
+            name: getattr(train, name) * promote.warm_rate_share
+            for name in ("learning_rate", "muon_learning_rate")
+        }
         train = train.model_copy(update={"init_from": current.export, "init_revision": "", **rates})
     draft = DraftExport(FlyteDirectory(current.export), current.digest)
     return CurrentDraft(train, current.number, [draft], current.target_digest)
@@ -79,7 +92,11 @@ def promote_draft(
     new = _measurement(draft, report, heldout, settings)
     before = _measurement(current[0], opponent_report, heldout, settings) if current else None
     decision = promotion.decide(new, before, promote.margin, promote.identical_text)
-    served, promoted, reason = (store.location(current[0].directory) if current else ""), decision.promote, decision.reason
+    served, promoted, reason = (
+        (store.location(current[0].directory) if current else ""),
+        decision.promote,
+        decision.reason,
+    )
     if promoted:
         wanted = promotion.Promoted(
             number=number + 1,
@@ -94,10 +111,20 @@ def promote_draft(
         try:
             served = promotion.promote(promote.place, draft.directory.download(), wanted).export
         except FileExistsError:
-            promoted, reason = False, "another draft was promoted meanwhile; run again to be compared with that one"
-    print(f"{'promoted' if promoted else 'not promoted'}: {reason}; served is {shown(served) or 'none'}", flush=True)
+            promoted, reason = (
+                False,
+                "another draft was promoted meanwhile; run again to be compared with that one",
+            )
+    print(
+        f"{'promoted' if promoted else 'not promoted'}: {reason}; served is {shown(served) or 'none'}",
+        flush=True,
+    )
     return Promotion(promoted, reason, served, new.acceptance_length)
 
 
-def _measurement(draft: DraftExport, report: EvaluationReport, heldout: TokenShard, settings: str) -> Measurement:
-    return Measurement(draft.digest, heldout.digest, settings, report.acceptance_length, report.outputs_identical)
+def _measurement(
+    draft: DraftExport, report: EvaluationReport, heldout: TokenShard, settings: str
+) -> Measurement:
+    return Measurement(
+        draft.digest, heldout.digest, settings, report.acceptance_length, report.outputs_identical
+    )

@@ -6,14 +6,15 @@ from typing import cast
 from flytekit import Cache, dynamic, task
 
 import images
-from eagle3.config import EngineConfig, ExtractConfig, FanOutConfig, RegenerateConfig, VocabConfig
-from eagle3.resources import ResourcesConfig
-from eagle3.target.properties import aux_layer_ids
-from workflows import store
-from workflows.answering import answer_shard, answering_key, in_lanes
-from workflows.interfaces import PreparedData, Target, TokenShard, TokenShards
-from workflows.resources import DYNAMIC, ENGINE, HUB, SERVER
-from workflows.stage import recoverable, stage
+from eagle3.config.data import VocabConfig
+from eagle3.config.engine import EngineConfig, ExtractConfig, FanOutConfig, RegenerateConfig
+from eagle3.config.resources import ResourcesConfig
+from eagle3.targets.properties import aux_layer_ids
+from workflows.flyte import store
+from workflows.flyte.fan_out import answer_shard, answering_key, in_lanes
+from workflows.flyte.interfaces import PreparedData, Target, TokenShard, TokenShards
+from workflows.flyte.pods import DYNAMIC, ENGINE, HUB, SERVER
+from workflows.flyte.stage import recoverable, stage
 from workflows.tasks.gather_token_shards import gather_token_shards
 
 NAME = "regenerate_responses"
@@ -21,7 +22,14 @@ CACHE = Cache(version="3", ignored_inputs=("shard", "target", "server_url", "ten
 
 
 @task(
-    container_image=images.GPU, cache=CACHE, retries=3, interruptible=True, enable_deck=True, deck_fields=(), **ENGINE, **SERVER
+    container_image=images.GPU,
+    cache=CACHE,
+    retries=3,
+    interruptible=True,
+    enable_deck=True,
+    deck_fields=(),
+    **ENGINE,
+    **SERVER,
 )
 @stage
 def regenerate_shard(
@@ -35,7 +43,7 @@ def regenerate_shard(
     tensor_parallel_size: int,
 ) -> TokenShard:
     """Play the waiting conversations of one shard; the others keep the answers that they came with."""
-    from eagle3.shards import read_token_shard
+    from eagle3.shards.tokens import read_token_shard
 
     if all(any(row.loss_mask) for row in read_token_shard(shard.file.download())):
         return shard

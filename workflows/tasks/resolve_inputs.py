@@ -8,20 +8,15 @@ from flytekit import task
 from flytekit.types.file import FlyteFile
 
 import images
-from eagle3.config import (
-    DataConfig,
-    EngineConfig,
-    EvaluateConfig,
-    RegenerateConfig,
-    TargetConfig,
-    TrainConfig,
-)
-from eagle3.config_checks import check_lengths, check_sampled_sources
-from workflows import journal, store
-from workflows.interfaces import ResolvedInputs, TargetRef
-from workflows.resources import HUB, LIGHT
-from workflows.stage import recoverable
-from workflows.summary import check_run_name
+from eagle3.config.checks import check_lengths, check_sampled_sources
+from eagle3.config.data import DataConfig
+from eagle3.config.engine import EngineConfig, EvaluateConfig, RegenerateConfig, TargetConfig
+from eagle3.config.training import TrainConfig
+from workflows.flyte import journal, store
+from workflows.flyte.interfaces import ResolvedInputs, TargetRef
+from workflows.flyte.pods import HUB, LIGHT
+from workflows.flyte.stage import recoverable
+from workflows.flyte.summary import check_run_name
 
 
 @task(container_image=images.CPU, retries=2, **LIGHT, **HUB)
@@ -80,9 +75,9 @@ def _resolve(
     from eagle3.data.sources import resolve_source
     from eagle3.draft.initial import resolve_initial
     from eagle3.export import check_public_name
-    from eagle3.target.properties import check_max_model_len
-    from eagle3.target.resolve import identify_target, read_config
-    from eagle3.target.weights import check_target_config
+    from eagle3.targets.properties import check_max_model_len
+    from eagle3.targets.resolve import identify_target, read_config
+    from eagle3.targets.weights import check_target_config
 
     check_lengths(data, engine, regenerate, evaluate)
     public_name = target.public_name or target.name
@@ -92,7 +87,9 @@ def _resolve(
     if config := read_config(target.model_copy(update={"revision": ref.revision})):
         check_target_config(config, ref.name)
         check_max_model_len(engine.max_model_len, config)
-    init_from, init_digest = resolve_initial(train.init_from, train.init_revision) if train.init_from else ("", "")
+    init_from, init_digest = (
+        resolve_initial(train.init_from, train.init_revision) if train.init_from else ("", "")
+    )
     return ResolvedInputs(
         prompts_digest=store.file_digest(store.fetch(prompts)) if prompts else "",
         source_versions=[resolve_source(source)[1] for source in (*data.sources, *data.excluded)],

@@ -9,20 +9,18 @@ from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 
 import images
-from eagle3.config import (
-    DataConfig,
+from eagle3.config.data import DataConfig, VocabConfig
+from eagle3.config.engine import (
     EngineConfig,
     EvaluateConfig,
-    ExportConfig,
     ExtractConfig,
     FanOutConfig,
     RegenerateConfig,
     TargetConfig,
-    TrainConfig,
-    VocabConfig,
 )
-from workflows import journal, store, summary
-from workflows.interfaces import (
+from eagle3.config.training import ExportConfig, TrainConfig
+from workflows.flyte import journal, store, summary
+from workflows.flyte.interfaces import (
     DraftCheckpoint,
     DraftExport,
     DraftVocab,
@@ -33,8 +31,8 @@ from workflows.interfaces import (
     Target,
     TokenShards,
 )
-from workflows.resources import LIGHT
-from workflows.stage import recoverable
+from workflows.flyte.pods import LIGHT
+from workflows.flyte.stage import recoverable
 
 
 @task(container_image=images.CPU, retries=2, enable_deck=True, deck_fields=(), **LIGHT)
@@ -63,13 +61,22 @@ def summarize_run(
     fanout: FanOutConfig,
 ) -> FlyteDirectory:
     """Write summary.json, report.html, data.html and data.json: into runs/<run_name> here, an output directory in a pod."""
-    from eagle3.evaluation.report import render_html
+    from eagle3.reports.run import render_html
 
     out = summary.run_dir(run_name)
     data_report = _data_report(prepared, rows, described, draft_vocab)
     places = _places(out, model, checkpoint, evaluation)
-    digests = {"prompts": found.prompts_digest, "heldout": found.heldout_digest, "sources": found.source_versions}
-    digests |= {"target": model.digest, "rows": rows.digest, "vocab": draft_vocab.digest, "states": states.digest}
+    digests = {
+        "prompts": found.prompts_digest,
+        "heldout": found.heldout_digest,
+        "sources": found.source_versions,
+    }
+    digests |= {
+        "target": model.digest,
+        "rows": rows.digest,
+        "vocab": draft_vocab.digest,
+        "states": states.digest,
+    }
     digests |= {"checkpoint": checkpoint.digest, "export": draft.digest, "init": found.init_digest}
     blocks = (target, engine, data, regenerate, vocab, extract, train, export, evaluate, fanout)
     served = (places["target_dir"], places["export_dir"], hub_target(target, model))
@@ -96,7 +103,9 @@ def summarize_run(
     return FlyteDirectory(str(out))
 
 
-def _places(out: Path, model: Target, checkpoint: DraftCheckpoint, evaluation: EvaluationReport) -> dict[str, str]:
+def _places(
+    out: Path, model: Target, checkpoint: DraftCheckpoint, evaluation: EvaluationReport
+) -> dict[str, str]:
     """Where what was made lies: paths here, URLs in a cluster."""
     pages = {"report_html": "report.html", "data_html": "data.html", "summary_json": "summary.json"}
     return {key: summary.place_of(out / name) for key, name in pages.items()} | {
@@ -113,16 +122,18 @@ def _metrics(place: str) -> list[dict[str, Any]]:
 
 def hub_target(target: TargetConfig, model: Target) -> tuple[str, str]:
     """Hub id and commit of exactly the target that was evaluated; none for one with another chat template, or from elsewhere."""
-    from eagle3.target.resolve import target_kind
+    from eagle3.targets.resolve import target_kind
 
     is_hub = not target.chat_template and target_kind(target.name) == "hub"
     return (target.name, model.revision) if is_hub else ("", "")
 
 
-def _data_report(prepared: PreparedData, rows: TokenShards, described: FlyteDirectory, draft_vocab: DraftVocab) -> dict[str, Any]:
+def _data_report(
+    prepared: PreparedData, rows: TokenShards, described: FlyteDirectory, draft_vocab: DraftVocab
+) -> dict[str, Any]:
     """What prepare tells of the sources, with the rows that came of them, the vocabulary's coverage, the answers' accounts."""
     from eagle3.data.describe import coverage_figures, read_description
-    from eagle3.data.report import answer_figures
+    from eagle3.reports.data import answer_figures
     from eagle3.vocab import load_vocab
 
     report: dict[str, Any] = json.loads(Path(prepared.report.download()).read_text())

@@ -12,10 +12,10 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 import images
-from eagle3.config import ExtractConfig, RegenerateConfig
-from eagle3.places import shown
-from workflows import store
-from workflows.interfaces import (
+from eagle3.config.engine import ExtractConfig, RegenerateConfig
+from eagle3.uris import shown
+from workflows.flyte import store
+from workflows.flyte.interfaces import (
     GivenHiddenStates,
     GivenTokenShards,
     HiddenStateShard,
@@ -25,27 +25,31 @@ from workflows.interfaces import (
     TokenShard,
     TokenShards,
 )
-from workflows.resources import DATA, LIGHT
-from workflows.stage import recoverable
+from workflows.flyte.pods import DATA, LIGHT
+from workflows.flyte.stage import recoverable
 
 
 @task(container_image=images.CPU, retries=2, **DATA)
 @recoverable
-def take_token_shards(places: list[str], heldout: TokenShard, target: Target, regenerate: RegenerateConfig) -> GivenTokenShards:
+def take_token_shards(
+    places: list[str], heldout: TokenShard, target: Target, regenerate: RegenerateConfig
+) -> GivenTokenShards:
     """Tell answered shards from those that wait.
 
     Raises:
         ValueError: on shards that do not fit, or wait where nobody is to answer them.
     """
-    from eagle3.existing import find_token_shards
-    from eagle3.shards import read_token_shard
+    from eagle3.shards.existing import find_token_shards
+    from eagle3.shards.tokens import read_token_shard
 
     store.share_credentials()
     heldout_rows = read_token_shard(heldout.file.download())
     found = find_token_shards(places, identity(target), target.vocab_size, heldout_rows)
     waiting = [shard.place for shard in found if shard.waits]
     if waiting and not regenerate.enabled:
-        raise ValueError(f"{shown(waiting[0])}: rows wait for the target's answers; set regenerate.enabled to true")
+        raise ValueError(
+            f"{shown(waiting[0])}: rows wait for the target's answers; set regenerate.enabled to true"
+        )
     shards = [TokenShard(i, FlyteFile(shard.place), **asdict(shard.summary)) for i, shard in enumerate(found)]
     pairs = list(zip(shards, found, strict=True))
     answered = [shard for shard, seen in pairs if not seen.waits]
@@ -61,26 +65,32 @@ def take_token_shards(places: list[str], heldout: TokenShard, target: Target, re
 
 @task(container_image=images.CPU, retries=2, **DATA)
 @recoverable
-def take_hidden_states(places: list[str], heldout: TokenShard, target: Target, extract: ExtractConfig) -> GivenHiddenStates:
+def take_hidden_states(
+    places: list[str], heldout: TokenShard, target: Target, extract: ExtractConfig
+) -> GivenHiddenStates:
     """Read manifests, and token ids and masks of the chunks, which become token shards again: the vocabulary is chosen by them.
 
     Raises:
         ValueError: on shards that do not fit.
     """
-    from eagle3.existing import find_hidden_states
-    from eagle3.shards import read_token_shard, write_token_shard
-    from eagle3.target.properties import aux_layer_ids
+    from eagle3.shards.existing import find_hidden_states
+    from eagle3.shards.tokens import read_token_shard, write_token_shard
+    from eagle3.targets.properties import aux_layer_ids
 
     store.share_credentials()
     layer_ids = aux_layer_ids(extract.layer_ids, target.num_layers)
     heldout_rows = read_token_shard(heldout.file.download())
     out, states, rows = store.new_dir("take_hidden_states"), [], []
-    for i, found in enumerate(find_hidden_states(places, identity(target), layer_ids, target.vocab_size, heldout_rows)):
+    for i, found in enumerate(
+        find_hidden_states(places, identity(target), layer_ids, target.vocab_size, heldout_rows)
+    ):
         said = found.manifest
         counts = {name: said[name] for name in ("rows", "tokens", "supervised_tokens")}
         directory = FlyteDirectory(found.place)
         states.append(
-            HiddenStateShard(i, directory, size_bytes=said["bytes"], layer_ids=layer_ids, digest=said["digest"], **counts)
+            HiddenStateShard(
+                i, directory, size_bytes=said["bytes"], layer_ids=layer_ids, digest=said["digest"], **counts
+            )
         )
         path = out / f"shard-{i:05d}.parquet"
         rows.append(TokenShard(i, FlyteFile(str(path)), **asdict(write_token_shard(path, found.rows))))
@@ -112,8 +122,15 @@ def _report(shards: list[TokenShard], heldout: TokenShard) -> FlyteFile:
     """The data report of a run that prepared nothing but its held-out prompts."""
     rows = sum(shard.rows for shard in shards)
     figures: dict[str, Any] = {"rows_read": rows, "rows_kept": rows, "dropped": {}, "truncated": 0}
-    figures |= {name: sum(getattr(shard, name) for shard in shards) for name in ("tokens", "supervised_tokens")}
-    figures |= {"sources": {}, "heldout": {}, "prompts": {"train": rows, "heldout": heldout.rows}, "samples": []}
+    figures |= {
+        name: sum(getattr(shard, name) for shard in shards) for name in ("tokens", "supervised_tokens")
+    }
+    figures |= {
+        "sources": {},
+        "heldout": {},
+        "prompts": {"train": rows, "heldout": heldout.rows},
+        "samples": [],
+    }
     path = store.new_dir("given_data") / "report.json"
     path.write_text(json.dumps(figures, indent=1))
     return FlyteFile(str(path))

@@ -9,13 +9,13 @@ from flytekit import Cache, dynamic, task
 from flytekit.types.directory import FlyteDirectory
 
 import images
-from eagle3.config import TrainConfig
-from eagle3.resources import ResourcesConfig
-from workflows import store
-from workflows.interfaces import DraftCheckpoint, DraftVocab, HiddenStateShards, Target
-from workflows.live import AttemptCheckpoint, TrainingDeck
-from workflows.resources import DYNAMIC, HUB, TRAINER, trainer_pod
-from workflows.stage import recoverable, stage
+from eagle3.config.resources import ResourcesConfig
+from eagle3.config.training import TrainConfig
+from workflows.flyte import store
+from workflows.flyte.interfaces import DraftCheckpoint, DraftVocab, HiddenStateShards, Target
+from workflows.flyte.live import AttemptCheckpoint, TrainingDeck
+from workflows.flyte.pods import DYNAMIC, HUB, TRAINER, trainer_pod
+from workflows.flyte.stage import recoverable, stage
 
 CACHE = Cache(version="3", ignored_inputs=("states", "vocab", "target", "init_from", "given"))
 
@@ -73,10 +73,14 @@ def train_draft(
         done = store.finish(out, "train_draft")
         (done / CHECKPOINT_NAME).unlink(missing_ok=True)
         deck.metrics_path = done / METRICS
-    return DraftCheckpoint(FlyteDirectory(str(done)), store.file_digest(done / "draft.json", done / "draft.safetensors"))
+    return DraftCheckpoint(
+        FlyteDirectory(str(done)), store.file_digest(done / "draft.json", done / "draft.safetensors")
+    )
 
 
-def _fetch_initial(init_from: str, digest: str, target_dir: str, layer_ids: list[int], cfg: TrainConfig, out: str) -> None:
+def _fetch_initial(
+    init_from: str, digest: str, target_dir: str, layer_ids: list[int], cfg: TrainConfig, out: str
+) -> None:
     """Fetch and check the draft that training goes on from."""
     from eagle3.draft.initial import check_initial, fetch_initial, warn_of_overrides
 

@@ -1,0 +1,37 @@
+"""What must hold between the settings of several stages."""
+
+from eagle3.config.data import DataConfig
+from eagle3.config.engine import EngineConfig, EvaluateConfig, RegenerateConfig
+
+
+def check_sampled_sources(regenerate: RegenerateConfig, names: list[str]) -> None:
+    """Refuse sampling settings of a source that there is not."""
+    if unknown := sorted(regenerate.sources.keys() - set(names)):
+        raise ValueError(
+            f"regenerate.sources must name sources of this run ({', '.join(names)}), got {', '.join(unknown)}; correct the names"
+        )
+
+
+def check_lengths(
+    data: DataConfig, engine: EngineConfig, regenerate: RegenerateConfig, evaluate: EvaluateConfig
+) -> None:
+    """Refuse settings under which a prompt that prepare lets through would not fit a later stage.
+
+    Raises:
+        ValueError: names the settings, their sum and the remedy.
+    """
+    # Speculation looks up to 2k tokens past an answer's end; nearer to the limit its rounds get fewer guesses.
+    overhang = 2 * evaluate.num_speculative_tokens
+    prompt = data.max_prompt_tokens
+    needed = {
+        "data.max_prompt_tokens + evaluate.max_new_tokens + 2k": prompt + evaluate.max_new_tokens + overhang
+    }
+    if regenerate.enabled:
+        needed["data.max_prompt_tokens + regenerate.max_new_tokens"] = prompt + regenerate.longest_answer
+    if not regenerate.enabled or not all(source.regenerate for source in data.sources):
+        needed["data.max_tokens"] = data.max_tokens
+    for names, tokens in needed.items():
+        if tokens > engine.max_model_len:
+            raise ValueError(
+                f"{names} must not exceed engine.max_model_len {engine.max_model_len}, got {tokens}; raise it or lower the others"
+            )

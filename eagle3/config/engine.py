@@ -1,0 +1,152 @@
+"""Settings of the target and of the stages that run it: regenerate, extract and evaluate."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from eagle3.config.base import Place, StageConfig
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class TargetConfig(StageConfig):
+    """Which model the draft is for."""
+
+    name: Place = Field(description="hub id, directory with safetensors, by path or URL, or a .gguf file")
+    revision: str = Field(
+        default="", description="hub revision (branch, tag or commit); empty means the default branch"
+    )
+    public_name: str = Field(
+        default="",
+        description="name written into the exported draft; needed when `name` is a path, else the hub id is used",
+    )
+    chat_template: Place = Field(
+        default="",
+        description="path or URL of a Jinja file that replaces the target's chat template; empty: the target's own",
+    )
+
+
+class EngineConfig(StageConfig):
+    """How the target runs, in regeneration, extraction and evaluation alike."""
+
+    engine: Literal["vllm", "transformers"] = Field(
+        default="vllm", description="transformers is the slow reference for machines on which vLLM cannot run"
+    )
+    dtype: Dtype = Field(
+        default="bfloat16", description="compute dtype of the target; float32 on CPUs without AVX-512 BF16"
+    )
+    max_model_len: int = Field(default=4096, ge=16, description="longest prompt plus answer, tokens")
+    max_num_seqs: int = Field(default=128, ge=1, description="sequences in flight")
+    max_num_batched_tokens: int = Field(default=8192, ge=16, description="tokens per engine step")
+    gpu_memory_utilization: float = Field(
+        default=0.9, gt=0, le=1, description="share of GPU memory the engine may take"
+    )
+    cpu_kv_cache_gib: int = Field(default=1, ge=1, description="key-value cache of a CPU engine, GiB")
+    enforce_eager: bool = Field(
+        default=False, description="skip graph capture and compilation; starts faster, runs slower"
+    )
+
+
+class SamplingConfig(StageConfig):
+    """How one source's answers are sampled; what is null is as for all sources."""
+
+    temperature: float | None = Field(default=None, ge=0, description="sampling temperature; 0 is greedy")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="nucleus sampling mass")
+    max_new_tokens: int | None = Field(default=None, ge=1, description="longest answer, tokens")
+
+
+class RegenerateConfig(StageConfig):
+    """regenerate: the target's own answers."""
+
+    enabled: bool = Field(
+        default=True,
+        description="the target answers every turn and calls tools itself; false: the rows' own answers are kept",
+    )
+    temperature: float = Field(default=0.7, ge=0, description="sampling temperature; 0 is greedy")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling mass")
+    max_new_tokens: int = Field(default=1024, ge=1, description="longest answer, tokens")
+    sources: dict[str, SamplingConfig] = Field(
+        default={},
+        description="sampling of single sources, by their names; the rows of `prompts` are the source `train`",
+    )
+    max_tool_rounds: int = Field(
+        default=8,
+        ge=1,
+        description="answers with tool calls in a row, after which a conversation ends and is counted",
+    )
+    seed: int = Field(default=0, description="engine seed")
+
+    def sampling(self, source: str) -> tuple[float, float, int]:
+        """Temperature, top_p and longest answer in tokens of a source."""
+        own = self.sources.get(source, SamplingConfig())
+        return (
+            self.temperature if own.temperature is None else own.temperature,
+            self.top_p if own.top_p is None else own.top_p,
+            self.max_new_tokens if own.max_new_tokens is None else own.max_new_tokens,
+        )
+
+    def for_sources(self, names: list[str]) -> "RegenerateConfig":
+        """The same, without the sampling of other sources and whatever their order: what decides the answers of a shard is in its
+        key, and no more."""
+        return self.model_copy(
+            update={"sources": {name: own for name, own in sorted(self.sources.items()) if name in names}}
+        )
+
+    @property
+    def longest_answer(self) -> int:
+        """The largest max_new_tokens of all sources."""
+        return max([self.max_new_tokens, *(own.max_new_tokens or 0 for own in self.sources.values())])
+
+
+class ExtractConfig(StageConfig):
+    """extract: hidden states."""
+
+    layer_ids: list[int] = Field(
+        default=[],
+        description="aux layers in vLLM's numbering (states after k layers); empty means 2, n//2, n-3",
+    )
+    encoding: Literal["bf16", "fp16", "fp32", "fp8"] = Field(
+        default="bf16",
+        description="dtype on disk; bf16 is exact for a bfloat16 engine, fp8 (e4m3) half of it",
+    )
+    compression: Literal["none", "zstd"] = Field(
+        default="zstd", description="lossless: byte shuffle and zstd, about a quarter less for bf16"
+    )
+    chunk_bytes: int = Field(
+        default=1 << 30,
+        ge=1,
+        description="size of a chunk before compression, bytes; a new one starts above it",
+    )
+
+
+class EvaluateConfig(StageConfig):
+    """evaluate: acceptance and speed on held-out prompts, greedy."""
+
+    num_speculative_tokens: int = Field(default=3, ge=1, description="draft tokens per round, k")
+    max_new_tokens: int = Field(default=256, ge=2, description="longest answer, tokens")
+    dtype: Dtype = Field(
+        default="float32",
+        description="compute dtype; in float32 text with and without the draft is the same, below it rounding may differ",
+    )
+    concurrency: int = Field(default=1, ge=1, description="sequences in flight while speed is measured")
+
+
+class FanOutConfig(StageConfig):
+    """Where the engine stages run: replicas, GPUs, servers. In no cache key."""
+
+    replicas: int = Field(default=8, ge=1, description="engine tasks in flight, each on its own GPUs")
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="GPUs of one replica, over which the target is split; of the evaluation too",
+    )
+    server_urls: list[Place] = Field(
+        default=[],
+        description="running vLLM servers that answer and capture instead of replicas, shards dealt out in turn",
+    )
+    min_success_ratio: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="share of shards that must be captured; below 1 training goes on without those that failed for good",
+    )

@@ -1,0 +1,58 @@
+"""Hands hidden states from vLLM's cache to the process that drives the engine: a KV connector that writes no file per request.
+
+Named in `kv_transfer_config` by its module path, so vLLM loads it without being patched. The stock connector decides *when* a
+request's states are complete; this one decides *where* they go: through eagle3.engine.handover, in the order of completion.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+    PendingSave,
+    extract_from_kv_cache,
+)
+
+from eagle3.engine.handover import CapturedStates, Copied, Sender, captured
+
+
+class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
+    """The stock connector with its file writer replaced by a queue, or by a socket where `sink_address` is set."""
+
+    def wait_for_save(self) -> None:
+        """No lock files, since there are no files."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """As the stock one, and connect the rank that holds the states for all."""
+        super().register_kv_caches(kv_caches)
+        address = self._kv_transfer_config.get_from_extra_config("sink_address", "")
+        if self._is_tp_rank_zero:
+            self._sink: Any = Sender(address) if address else captured
+
+    def _submit_async_write(self, pending: PendingSave) -> None:
+        if not self._is_tp_rank_zero:  # every rank holds the same states
+            return
+        cache = self._kv_cache
+        length, block = len(pending.token_ids), self._block_size
+        positions = torch.arange(length)
+        slots = torch.tensor(pending.block_ids)[positions // block] * block + positions % block
+        if cache.is_cuda:
+            states, copied = self._copy_from_gpu(slots, length)
+        else:
+            states, copied = extract_from_kv_cache(cache, slots, length), Copied()
+        self._req_copy_events[pending.req_id] = copied
+        self._sink.put(CapturedStates(pending.req_id, pending.token_ids, states, copied))
+
+    def _copy_from_gpu(self, slots: Tensor, length: int) -> tuple[Tensor, Any]:
+        """Gather on a side stream, after everything the engine has queued so far, and copy to pinned memory."""
+        stream = self._get_copy_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            device_slots = slots.pin_memory().to(self._kv_cache.device, non_blocking=True)
+            on_device = extract_from_kv_cache(self._kv_cache, device_slots, length)
+            states = torch.empty_like(on_device, device="cpu", pin_memory=True)
+            states.copy_(on_device, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(stream)
+        return states, copied

@@ -1,0 +1,117 @@
+"""How captured states reach the process that drives the engine: a queue, fed directly or over a socket from the engine's worker.
+
+With one rank, vLLM's worker runs in that process and the connector puts states on `captured` itself. With several, the workers
+are processes of their own: rank 0 sends its states over a Unix socket, from a thread behind a queue of bounded length, and a
+thread here puts them on `captured`. Both ends share a random key; nothing is unpickled from the socket.
+"""
+
+import json
+import os
+import secrets
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from queue import Queue, SimpleQueue
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SENDER_ROWS = 8
+KEY_VARIABLE = "EAGLE3_HANDOVER_KEY"
+
+
+@dataclass(frozen=True)
+class CapturedStates:
+    """One request's states; read `states` only after `copied.synchronize()`.
+
+    token_ids: [T] int64, as the engine saw them. states: [T, L, H] engine dtype, layers in ascending order.
+    """
+
+    request_id: str
+    token_ids: Tensor
+    states: Tensor
+    copied: Any
+
+
+class Copied:
+    """What a CUDA event is to an asynchronous copy, for a copy that is already done."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+captured: SimpleQueue[CapturedStates] = SimpleQueue()
+
+
+class Receiver:
+    """Listens for the worker that holds rank 0; `address` goes into the connector's settings."""
+
+    def __init__(self) -> None:
+        self.directory = TemporaryDirectory(prefix="eagle3-")
+        self.address = str(Path(self.directory.name) / "states")
+        os.environ.setdefault(KEY_VARIABLE, secrets.token_hex())
+        self.listener = Listener(self.address, "AF_UNIX", authkey=bytes.fromhex(os.environ[KEY_VARIABLE]))
+        threading.Thread(target=self._receive, name="receive-states", daemon=True).start()
+
+    def _receive(self) -> None:
+        connection = self.listener.accept()
+        self.listener.close()
+        self.directory.cleanup()
+        while True:
+            try:
+                captured.put(receive(connection))
+            except EOFError:  # the engine is gone; its driver notices by itself
+                return
+
+
+class Sender:
+    """Rank 0's end: sends in order, from a thread, so that the engine goes on meanwhile."""
+
+    def __init__(self, address: str) -> None:
+        self.connection: Connection = Client(
+            address, "AF_UNIX", authkey=bytes.fromhex(os.environ[KEY_VARIABLE])
+        )
+        self.waiting: Queue[CapturedStates] = Queue(SENDER_ROWS)
+        threading.Thread(target=self._send, name="send-states", daemon=True).start()
+
+    def put(self, item: CapturedStates) -> None:
+        """Send it soon; waits while SENDER_ROWS others are on their way."""
+        self.waiting.put(item)
+
+    def _send(self) -> None:
+        while True:
+            send(self.connection, self.waiting.get())
+
+
+def send(connection: Connection, item: CapturedStates) -> None:
+    """Write one item: a JSON header, the token ids, the states."""
+    item.copied.synchronize()
+    states = item.states.contiguous()
+    header = {
+        "request_id": item.request_id,
+        "shape": list(states.shape),
+        "dtype": str(states.dtype).removeprefix("torch."),
+    }
+    connection.send_bytes(json.dumps(header).encode())
+    for tensor in (item.token_ids, states):
+        connection.send_bytes(tensor.view(torch.uint8).numpy().reshape(-1).data)
+
+
+def receive(connection: Connection) -> CapturedStates:
+    """Read one item.
+
+    Raises:
+        EOFError: if the other end is gone.
+    """
+    header = json.loads(connection.recv_bytes())
+    token_ids = torch.empty(header["shape"][0], dtype=torch.int64)
+    states = torch.empty(header["shape"], dtype=getattr(torch, header["dtype"]))
+    for tensor in (token_ids, states):
+        connection.recv_bytes_into(tensor.view(torch.uint8).numpy().reshape(-1).data)
+    return CapturedStates(header["request_id"], token_ids, states, Copied())

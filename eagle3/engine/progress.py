@@ -1,0 +1,172 @@
+"""How far a long job is: counted where the engine works (Report), shown where somebody waits for it (Watch).
+
+A worker counts in callbacks that it has anyway and looks at the clock; at most once a second it hands a Progress on. Whoever
+waits draws a bar where stderr is a terminal, else writes a log line every LOG_EVERY_S, and may pass each Progress on, to a Deck.
+"""
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+REPORT_EVERY_S = 1.0
+LOG_EVERY_S = 30.0
+# Shorter jobs are over before anybody looks for a bar.
+BAR_AFTER_S = 2.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One look at a job.
+
+    done, total: in `unit`, a plural noun; `kept` of them were done by an earlier attempt. tokens: computed or generated in this
+    attempt, those of unfinished answers included where the engine tells. conversations: rows that are over, in this attempt.
+    seconds: since the job began, the engine's start-up excluded.
+    """
+
+    done: int
+    total: int
+    unit: str
+    kept: int
+    tokens: int
+    conversations: int
+    seconds: float
+
+    @property
+    def seconds_left(self) -> float | None:
+        """As the mean of this attempt says; None before anything is done."""
+        new = self.done - self.kept
+        return (self.total - self.done) * self.seconds / new if new > 0 else None
+
+    def tokens_per_s(self, earlier: "Progress | None" = None) -> float:
+        """Since an earlier look, by default since the job began."""
+        tokens, seconds = (earlier.tokens, earlier.seconds) if earlier else (0, 0.0)
+        return (self.tokens - tokens) / max(self.seconds - seconds, 1e-3)
+
+
+def progress_text(progress: Progress, earlier: Progress | None = None) -> str:
+    """One line for people; the rate is that since an earlier look."""
+    parts = [f"{progress.done:,} of {progress.total:,} {progress.unit}"]
+    if progress.conversations != progress.done:
+        parts.append(f"{progress.conversations:,} conversations")
+    parts.append(f"{progress.tokens_per_s(earlier):,.0f} tokens/s")
+    if progress.seconds_left is not None:
+        parts.append(f"{duration_text(progress.seconds_left)} left")
+    return ", ".join(parts)
+
+
+def duration_text(seconds: float) -> str:
+    """40 s, 12 min, 3.2 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
+class Report:
+    """Counts what an engine does and sends a Progress at most every REPORT_EVERY_S, and one at the end of what succeeded.
+
+    Use as a context manager around the job; after it, and without `send`, nothing is sent. One thread counts; another may end it.
+    """
+
+    def __init__(
+        self, send: Callable[[Progress], None] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.send, self.clock = send, clock
+        self.tokens = self.counted_tokens = self.conversations = self.total = self.kept = 0
+        self.unit = ""
+        self.done: Callable[[], int] | None = None
+        self.started_at = self.sent_at = 0.0
+        self.lock = threading.Lock()
+
+    def begin(self, total: int, unit: str, done: Callable[[], int]) -> None:
+        """Say what the job is; `done` is asked about once a second, in `unit`, and already counts what an earlier attempt did."""
+        self.total, self.unit, self.done, self.kept = total, unit, done, done()
+        self.started_at = self.sent_at = self.clock()
+
+    def add(self, tokens: int, conversations: int) -> None:
+        """Count finished answers or captured rows, and conversations that are over with them."""
+        self.counted_tokens += tokens
+        self.tokens = max(self.tokens, self.counted_tokens)
+        self.conversations += conversations
+
+    def tell(self, tokens: Callable[[], int] | None = None) -> None:
+        """Send where it is time; `tokens` is asked only then, where an engine knows those of unfinished answers too."""
+        if self.send is None or self.clock() - self.sent_at < REPORT_EVERY_S:
+            return
+        if tokens is not None:
+            self.tokens = max(self.tokens, tokens())
+        self._send()
+
+    def _send(self) -> None:
+        with self.lock:
+            if self.send is None or self.done is None:
+                return
+            self.sent_at = self.clock()
+            seconds = round(self.sent_at - self.started_at, 3)
+            self.send(
+                Progress(
+                    self.done(), self.total, self.unit, self.kept, self.tokens, self.conversations, seconds
+                )
+            )
+
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._send()
+        with self.lock:
+            self.send = None
+
+
+class Watch:
+    """Shows a job under a label that names its stage and shard; use as a context manager, and call it with every Progress.
+
+    Args:
+        label: what is under way, "extract shard 3".
+        on_progress: gets every Progress too.
+    """
+
+    def __init__(self, label: str, on_progress: Callable[[Progress], None] | None = None) -> None:
+        self.label, self.on_progress = label, on_progress
+        self.bar: tqdm[Any] | None = None
+        self.logged: Progress | None = None
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        self.bar = None
+
+    def __call__(self, progress: Progress) -> None:
+        if sys.stderr.isatty():
+            self._draw(progress)
+        elif progress.seconds - (self.logged.seconds if self.logged else 0.0) >= LOG_EVERY_S:
+            logger.info("%s: %s", self.label, progress_text(progress, self.logged))
+            self.logged = progress
+        if self.on_progress:
+            self.on_progress(progress)
+
+    def _draw(self, progress: Progress) -> None:
+        if self.bar is None:
+            if progress.seconds < BAR_AFTER_S:
+                return
+            unit = f" {progress.unit}"
+            self.bar = tqdm(
+                total=progress.total, initial=progress.kept, desc=self.label, unit=unit, dynamic_ncols=True
+            )
+            self.bar.start_t -= progress.seconds
+        if progress.unit != "tokens":
+            self.bar.set_postfix_str(f"{progress.tokens_per_s():,.0f} tokens/s", refresh=False)
+        self.bar.update(progress.done - self.bar.n)

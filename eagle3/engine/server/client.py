@@ -1,0 +1,301 @@
+"""Asks a running vLLM server for completions: token ids in, token ids out, many in flight.
+
+What may pass is asked again with growing pauses: a lost connection, a time-out, 408, 429, 5xx, an answer that is no JSON. What
+the server refuses (other 4xx) is raised at once with the server's own words. Its key comes from the environment and stays in one
+header: it is in no message, setting or manifest.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import time
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import httpx
+from pydantic import BaseModel, Field, ValidationError
+
+from eagle3.uris import shown
+
+logger = logging.getLogger(__name__)
+
+KEY_VARIABLE = "EAGLE3_SERVER_KEY"
+# Pauses of 0.5, 1, 2 … 30 s, about two minutes in all: longer than a proxy's restart, shorter than a GPU should idle.
+MAX_ATTEMPTS = 10
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+CONNECT_TIMEOUT_S = 10.0
+# An answer comes in one piece at its end, and may wait for as long in the server's queue: 8 tokens a second, twice.
+READ_TIMEOUT_S, READ_TIMEOUT_PER_TOKEN_S = 600.0, 0.25
+# Servers close idle connections after 5 s: one that is about to be closed must not be used again.
+KEEP_ALIVE_S = 3.0
+# A pool looks at all its connections several times a request: 256 in one pool cost 10 ms of CPU a request, in pools of 8, 2.2 ms.
+POOL_SIZE = 8
+WARN_EVERY_S = 10.0
+SHOWN_CHARACTERS = 300
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class ServedModel(BaseModel):
+    """One entry of /v1/models. root: the path or name that the server was started with."""
+
+    id: str
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(BaseModel):
+    data: list[ServedModel]
+
+
+class _Version(BaseModel):
+    version: str
+
+
+class _Choice(BaseModel):
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: str
+
+
+class _CachedTokens(BaseModel):
+    cached_tokens: int | None = None
+
+
+class _Usage(BaseModel):
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Completions(BaseModel):
+    choices: list[_Choice] = Field(min_length=1, max_length=1)
+    usage: _Usage | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer. hidden_states_path: where a server that captures wrote the prompt's states; cached_tokens: 0 if not told."""
+
+    token_ids: list[int]
+    finish_reason: str
+    cached_tokens: int
+    hidden_states_path: str | None
+
+
+class ServerClient:
+    """A server's URL with its connections; use it as an async context.
+
+    Args:
+        url: http(s)://host[:port][/prefix], with or without a last /v1.
+        max_in_flight: requests that its user keeps going at most.
+        max_attempts: for each request, before it is given up.
+    """
+
+    def __init__(self, url: str, max_in_flight: int = 1, max_attempts: int = MAX_ATTEMPTS) -> None:
+        self.url = server_root(url)
+        self.max_attempts = max_attempts
+        self._key = _server_key()
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        tls = (
+            httpx.create_ssl_context() if self.url.startswith("https") else False
+        )  # once: loading certificates takes 0.2 s
+        limits = httpx.Limits(
+            max_connections=POOL_SIZE, max_keepalive_connections=POOL_SIZE, keepalive_expiry=KEEP_ALIVE_S
+        )
+        pools = range(0, max_in_flight, POOL_SIZE)
+        self._pools = [httpx.AsyncClient(headers=headers, verify=tls, limits=limits) for _ in pools]
+        self._free = self._pools * POOL_SIZE
+        self._warned_at = -WARN_EVERY_S
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *failure: Any) -> None:
+        for pool in self._pools:
+            await pool.aclose()
+
+    async def version(self) -> str:
+        """The server's vLLM version."""
+        return (await self._ask("GET", "/version", _Version)).version
+
+    async def models(self) -> list[ServedModel]:
+        """What the server serves, adapters included."""
+        return (await self._ask("GET", "/v1/models", _Models)).data
+
+    async def metrics(self) -> str:
+        """Prometheus text; empty where the server shows none."""
+        try:
+            response = await self._request("GET", "/metrics", None, httpx.Timeout(CONNECT_TIMEOUT_S))
+        except httpx.RequestError:
+            return ""
+        return response.text if response.is_success else ""
+
+    async def complete(
+        self, model: str, prompt: list[int], max_tokens: int, request_id: str, **sampling: Any
+    ) -> Completion:
+        """Answer one prompt.
+
+        Args:
+            prompt: token ids, sent and answered as such; nothing is added to them.
+            max_tokens: longest answer.
+            request_id: at the front of the name of any file that the server writes.
+            sampling: further fields of /v1/completions.
+
+        Raises:
+            ValueError: if the server refuses the request.
+            RuntimeError: if it gives no usable answer in `max_attempts`, or answers another prompt.
+        """
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "request_id": request_id,
+            "return_token_ids": True,
+            **sampling,
+        }
+        read_s = READ_TIMEOUT_S + READ_TIMEOUT_PER_TOKEN_S * max_tokens
+        answer = await self._ask("POST", "/v1/completions", _Completions, body, read_s)
+        choice = answer.choices[0]
+        if choice.prompt_token_ids != prompt:
+            raise RuntimeError(
+                f"the server at {self.url} answered another prompt than it was sent: "
+                f"{_difference(prompt, choice.prompt_token_ids)}; it must not truncate or change token ids"
+            )
+        if choice.finish_reason not in ("stop", "length"):
+            raise RuntimeError(
+                f"the server at {self.url} ended an answer with {choice.finish_reason!r}; see its log, then run again"
+            )
+        details = answer.usage.prompt_tokens_details if answer.usage else None
+        path = (answer.kv_transfer_params or {}).get("hidden_states_path")
+        return Completion(
+            choice.token_ids, choice.finish_reason, (details and details.cached_tokens) or 0, path
+        )
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        model: type[Model],
+        body: dict[str, Any] | None = None,
+        read_timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> Model:
+        timeout = httpx.Timeout(CONNECT_TIMEOUT_S, read=read_timeout_s, pool=None)
+        start = time.monotonic()
+        for attempt in range(1, self.max_attempts + 1):
+            least_pause_s = 0.0
+            try:
+                response = await self._request(method, path, body, timeout)
+                fault = self._fault(response, path)
+                least_pause_s = _retry_after_s(response)
+                if fault is None:
+                    return self._parse(response, path, model)
+            except httpx.RequestError as e:
+                fault = f"{type(e).__name__} {e}".strip()
+            except _NoJson:
+                fault = f"no JSON but {self._shown(response.text)!r}"
+            if attempt < self.max_attempts:
+                self._warn(fault, attempt)
+                pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1)
+                await asyncio.sleep(max(pause_s, least_pause_s))
+        raise RuntimeError(
+            f"the server at {self.url} gave no answer to {path} in {self.max_attempts} attempts over "
+            f"{time.monotonic() - start:.0f} s, at last: {fault}; see that it runs and can be reached from here, then run again"
+        )
+
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout: httpx.Timeout
+    ) -> httpx.Response:
+        pool = self._free.pop()
+        try:
+            return await pool.request(method, self.url + path, json=body, timeout=timeout)
+        finally:
+            self._free.append(pool)
+
+    def _fault(self, response: httpx.Response, path: str) -> str | None:
+        """What is wrong and may pass; None if nothing is. Raises what will not."""
+        if response.is_success:
+            return None
+        status = response.status_code
+        said = f"{status} {self._shown(response.text)}"
+        if status in (408, 429) or status >= 500:
+            return said
+        remedy = "see that the URL is the server's own and that both run the same vLLM version"
+        if status in (401, 403):
+            remedy = f"set the environment variable {KEY_VARIABLE} to the server's API key"
+        elif status == 400:
+            remedy = "see the server's settings"
+        raise ValueError(f"the server at {self.url} refused {path}: {said}; {remedy}")
+
+    def _parse(self, response: httpx.Response, path: str, model: type[Model]) -> Model:
+        try:
+            return model.model_validate_json(response.content)
+        except ValidationError as e:
+            first = e.errors(include_input=False, include_url=False, include_context=False)[0]
+            if first["type"] == "json_invalid":
+                raise _NoJson from None
+            where = ".".join(map(str, first["loc"]))
+            raise RuntimeError(
+                f"the server at {self.url} answered {path} without what is needed ({where}: {first['msg']}); "
+                "it has to be vLLM, 0.10.2 or newer, which returns token ids"
+            ) from None
+
+    def _shown(self, text: str) -> str:
+        """The start of what the server said; a server that repeats the key does not get it into a log."""
+        shown = text.replace(self._key, "…") if self._key else text
+        return " ".join(shown.split())[:SHOWN_CHARACTERS]
+
+    def _warn(self, fault: str, attempt: int) -> None:
+        if time.monotonic() - self._warned_at >= WARN_EVERY_S:
+            self._warned_at = time.monotonic()
+            logger.warning(
+                "the server at %s: %s; attempt %d of %d, trying again",
+                self.url,
+                fault,
+                attempt,
+                self.max_attempts,
+            )
+
+
+class _NoJson(Exception):
+    """A body that is no JSON: a proxy's page, or cut off."""
+
+
+def server_root(url: str) -> str:
+    """The URL without its last slash and /v1.
+
+    Raises:
+        ValueError: if it is no http(s) URL or carries a user's name or password.
+    """
+    if "@" in url:  # not shown: what stands before it may be a password
+        raise ValueError(f"the server's URL must carry no user or password; put the key into {KEY_VARIABLE}")
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as e:
+        raise ValueError(
+            f"the server's URL must read http://host:port without a query, got {shown(url)!r}: {e}"
+        ) from None
+    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment:
+        raise ValueError(f"the server's URL must read http://host:port without a query, got {shown(url)!r}")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _server_key() -> str:
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            f"{KEY_VARIABLE} must hold printable ASCII characters only; set it to the server's API key"
+        )
+    return key
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    """Seconds that the server asks to wait, at most LONGEST_PAUSE_S; dates are not read."""
+    asked = response.headers.get("retry-after", "")
+    return min(LONGEST_PAUSE_S, float(asked)) if asked.isdecimal() else 0.0
+
+
+def _difference(sent: list[int], came: list[int]) -> str:
+    if len(sent) != len(came):
+        return f"{len(sent)} tokens were sent, {len(came)} came back"
+    i = next(i for i, (a, b) in enumerate(zip(sent, came, strict=True)) if a != b)
+    return f"token {i} was sent as {sent[i]} and came back as {came[i]}"

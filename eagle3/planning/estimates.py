@@ -1,0 +1,170 @@
+"""What a run's stages cost on GPUs, by formula. Estimates for planning, not measurements: nothing of this has been run on a GPU.
+
+reading tokens      FLOPs = 2 x active parameters x tokens + causal attention, at PREFILL_SHARE of the GPU's peak
+writing tokens      a step reads all weights and every sequence's key-values, at DECODE_SHARE of the memory's speed, and takes
+                    no less than MIN_STEP_S
+packing states      zstd at ZSTD_BYTES_S for each of ENCODER_THREADS cores, beside the engine: the slower of the two counts
+training            FLOPs = 6 x trained parameters x (token, step) pairs that pass them, at TRAIN_SHARE of the peak
+starting an engine  ENGINE_START_S, once a shard and stage
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from eagle3.config.engine import EngineConfig, EvaluateConfig, ExtractConfig
+from eagle3.config.training import TrainConfig
+from eagle3.planning.accelerators import Accelerator
+from eagle3.targets.size import TargetSize
+
+PREFILL_SHARE, DECODE_SHARE, TRAIN_SHARE = 0.4, 0.6, 0.3
+ENGINE_START_S, MIN_STEP_S = 180.0, 0.005
+ZSTD_BYTES_S, ENCODER_THREADS = 0.15e9, 8
+# Measured for rows of some hundred tokens of one small target (README, Capture); other encodings have not been.
+COMPRESSED_SHARE = {"bf16": 0.73, "fp8": 0.84}
+ASSUMPTIONS = (
+    f"tokens are read at {PREFILL_SHARE:.0%} of the GPU's peak: FLOPs = 2 x active parameters x tokens + attention",
+    f"tokens are written at {DECODE_SHARE:.0%} of its memory's speed: a step reads all weights and all key-values, "
+    f"in {MIN_STEP_S * 1000:.0f} ms at least",
+    f"the draft is trained at {TRAIN_SHARE:.0%} of the peak: FLOPs = 6 x trained parameters x (token, step) pairs",
+    f"an engine starts in {ENGINE_START_S:.0f} s, once a shard and stage; zstd packs {ZSTD_BYTES_S / 1e9:.2f} GB/s on each of "
+    f"{ENCODER_THREADS} cores",
+    "bf16 states compress to 0.73, fp8 to 0.84, as measured on one small target; others are counted uncompressed",
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Rows and tokens of a run: expected ones, and the most there can be.
+
+    prompt_tokens: read before the answers that the target is to write; 0 without regeneration. tokens, supervised: of the
+    finished rows. max_tokens, max_supervised: the same with every answer at its longest.
+    """
+
+    rows: int
+    shards: int
+    waiting_rows: int
+    prompt_tokens: int
+    new_tokens: int
+    tokens: int
+    supervised: int
+    max_tokens: int
+    max_supervised: int
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """GPU time of one stage. hours: by the clock, with all its GPUs at work."""
+
+    stage: str
+    gpu_hours: float
+    hours: float
+    how: str
+
+
+@dataclass(frozen=True)
+class DraftSize:
+    """Parameters of a draft: those that every token passes (fc, keys and values of the first step), those that every supervised
+    (token, step) pair passes (layer and head), the head's alone, and all."""
+
+    per_token: int
+    per_pair: int
+    head: int
+    params: int
+
+
+def draft_size(shapes: dict[str, tuple[int, ...]]) -> DraftSize:
+    """Count from the shapes of the exported tensors."""
+    sizes = {name: shape[0] * shape[1] for name, shape in shapes.items() if len(shape) == 2}
+    every = sizes["fc.weight"] + sum(sizes[f"layers.0.self_attn.{n}_proj.weight"] for n in "kv")
+    layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
+    head = sizes["lm_head.weight"]
+    return DraftSize(every, layer + head, head, sum(sizes.values()))
+
+
+def regenerate_cost(
+    work: Workload, size: TargetSize, engine: EngineConfig, gpu: Accelerator, num_gpus: int, lanes: int
+) -> StageCost:
+    """The target reads the prompts and writes the answers."""
+    read = size.prefill_flops(work.waiting_rows, work.prompt_tokens) / (
+        gpu.tflops * 1e12 * PREFILL_SHARE * num_gpus
+    )
+    context = (work.prompt_tokens + work.new_tokens / 2) / max(work.waiting_rows, 1)
+    in_flight = sequences_in_flight(size, engine, gpu, num_gpus, context)
+    rate = write_rate(size, engine.dtype, gpu, num_gpus, in_flight, context)
+    how = f"writes about {rate:,.0f} tokens/s a replica with {in_flight} sequences in flight"
+    return _fanned_out("regenerate", read + work.new_tokens / rate, work.shards, num_gpus, lanes, how)
+
+
+def extract_cost(
+    work: Workload,
+    size: TargetSize,
+    extract: ExtractConfig,
+    gpu: Accelerator,
+    num_gpus: int,
+    lanes: int,
+    state_bytes: float,
+) -> StageCost:
+    """The target reads every row; states are packed meanwhile."""
+    read = size.prefill_flops(work.rows, work.tokens) / (gpu.tflops * 1e12 * PREFILL_SHARE * num_gpus)
+    pack = state_bytes / (ZSTD_BYTES_S * ENCODER_THREADS) if extract.compression == "zstd" else 0.0
+    seconds = max(read, pack)
+    slower = "packing" if pack > read else "reading"
+    how = f"about {work.tokens / max(seconds, 1e-9):,.0f} tokens/s a replica, by {slower}"
+    return _fanned_out("extract", seconds, work.shards, num_gpus, lanes, how)
+
+
+def train_cost(
+    work: Workload, draft: DraftSize, train: TrainConfig, gpu: Accelerator, num_gpus: int
+) -> StageCost:
+    """All epochs; validation and fetching left out."""
+    pairs = work.supervised * train.ttt_steps
+    flops = 6 * (work.tokens * draft.per_token + pairs * draft.per_pair) + 2 * work.supervised * draft.head
+    hours = train.epochs * flops / (gpu.tflops * 1e12 * TRAIN_SHARE * num_gpus) / 3600
+    how = f"{train.epochs} epochs, {train.ttt_steps} TTT steps, {draft.params / 1e6:,.0f} M parameters"
+    return StageCost("train", hours * num_gpus, hours, how)
+
+
+def evaluate_cost(
+    rows: int,
+    size: TargetSize,
+    engine: EngineConfig,
+    evaluate: EvaluateConfig,
+    gpu: Accelerator,
+    num_gpus: int,
+) -> StageCost:
+    """Answers without and with the draft, the latter counted as if it saved nothing; three engine starts."""
+    rate = write_rate(size, evaluate.dtype, gpu, num_gpus, evaluate.concurrency, engine.max_model_len / 2)
+    hours = (2 * rows * evaluate.max_new_tokens / rate + 3 * ENGINE_START_S) / 3600
+    return StageCost(
+        "evaluate",
+        hours * num_gpus,
+        hours,
+        f"{rows} prompts, {evaluate.concurrency} in flight, {evaluate.dtype}",
+    )
+
+
+def sequences_in_flight(
+    size: TargetSize, engine: EngineConfig, gpu: Accelerator, num_gpus: int, context: float
+) -> int:
+    """As many as settings and the memory beside the weights allow, at least one."""
+    room = gpu.memory_gb * 1e9 * engine.gpu_memory_utilization * num_gpus - size.weight_bytes(engine.dtype)
+    return max(
+        1, min(engine.max_num_seqs, int(room / (max(context, 1) * size.key_value_bytes(engine.dtype))))
+    )
+
+
+def write_rate(
+    size: TargetSize, dtype: str, gpu: Accelerator, num_gpus: int, in_flight: int, context: float
+) -> float:
+    """Tokens per second of one replica; a step is bound by the memory or, with very many sequences, by arithmetic."""
+    moved = size.weight_bytes(dtype) + in_flight * context * size.key_value_bytes(dtype)
+    by_memory = moved / (gpu.bandwidth_gb_s * 1e9 * DECODE_SHARE * num_gpus)
+    by_arithmetic = 2 * size.active * in_flight / (gpu.tflops * 1e12 * PREFILL_SHARE * num_gpus)
+    return in_flight / max(by_memory, by_arithmetic, MIN_STEP_S)
+
+
+def _fanned_out(stage: str, seconds: float, shards: int, num_gpus: int, lanes: int, how: str) -> StageCost:
+    """Seconds of one replica, dealt out in whole shards over the lanes."""
+    a_shard = (seconds / max(shards, 1)) + ENGINE_START_S
+    rounds = ceil(shards / max(1, min(lanes, shards)))
+    return StageCost(stage, a_shard * shards * num_gpus / 3600, a_shard * rounds / 3600, how)

@@ -1,0 +1,133 @@
+"""The regenerate stage: every waiting row of a token shard is answered by the target, turn by turn, and accounted for."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from eagle3.config.engine import RegenerateConfig
+from eagle3.data.chat import load_chat_tokenizer
+from eagle3.regenerate.answer_log import AnswerLog
+from eagle3.regenerate.answers import Answer, Request, Sampling
+from eagle3.regenerate.episode import MIN_ANSWER_TOKENS, Episode, Limits
+from eagle3.shards.tokens import TokenRow
+from eagle3.targets.properties import end_of_turn_ids
+
+WARN_AT_LIMIT = 0.2
+
+logger = logging.getLogger(__name__)
+
+
+class Player:
+    """All conversations of a shard: `num_turns_over` of `num_turns` user turns need no more answers.
+
+    Args:
+        rows: prompts, all-False masks, and rows that have answers already, which stay as they are.
+        target_dir: for its tokenizer and chat template, where a conversation has more than one answer.
+        max_model_len: of the engine.
+        log: answers of earlier attempts are taken from it, new ones kept in it.
+
+    Raises:
+        ValueError: if the chat template cannot play these conversations.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[TokenRow],
+        target_dir: str,
+        cfg: RegenerateConfig,
+        max_model_len: int,
+        log: AnswerLog,
+    ) -> None:
+        self.rows, self.log = rows, log
+        tokenizer = load_chat_tokenizer(target_dir) if any(row.script for row in rows) else None
+        end_ids = end_of_turn_ids(target_dir)
+        self.sampling = {source: Sampling(*cfg.sampling(source)) for source in {row.source for row in rows}}
+        self.episodes: dict[int, Episode] = {}
+        for i, row in enumerate(rows):
+            if not any(row.loss_mask):
+                limits = Limits(max_model_len, self.sampling[row.source].max_new_tokens, cfg.max_tool_rounds)
+                self.episodes[i] = Episode(row, limits, tokenizer, end_ids)
+        self.num_turns = sum(episode.counts["requested"] for episode in self.episodes.values())
+        self.num_found = self.num_turns_over = 0
+
+    def start(self) -> dict[int, Request]:
+        """What is to be asked first, by the row's number, behind the answers that the log has."""
+        requests = {}
+        for i, episode in self.episodes.items():
+            while episode.prompt and (answer := self.log.find(i, episode.num_answers, episode.prompt)):
+                self._take(episode, answer)
+                self.num_found += 1
+            if request := self._request(i):
+                requests[i] = request
+        if self.num_found:
+            logger.info("%d answers of an earlier attempt are kept", self.num_found)
+        return requests
+
+    def follow(self, i: int, answer: Answer) -> Request | None:
+        """Take the answer of row i; returns what is to be asked next in its conversation."""
+        episode = self.episodes[i]
+        assert episode.prompt is not None
+        self.log.add(i, episode.num_answers, episode.prompt, answer)
+        self._take(episode, answer)
+        return self._request(i)
+
+    def result(self) -> tuple[list[TokenRow], dict[str, int]]:
+        """The rows in order, without those that nothing can be learnt from, and the sum of the episodes' counts."""
+        done = [
+            row
+            for i, row in enumerate(self.rows)
+            for row in (self.episodes[i].rows if i in self.episodes else [row])
+        ]
+        total = sum((episode.counts for episode in self.episodes.values()), Counter[str]())
+        return done, {"conversations": len(self.episodes)} | dict(total)
+
+    def _take(self, episode: Episode, answer: Answer) -> None:
+        before = episode.num_turns_over
+        episode.take(answer)
+        self.num_turns_over += episode.num_turns_over - before
+
+    def _request(self, i: int) -> Request | None:
+        prompt = self.episodes[i].prompt
+        return None if prompt is None else Request(prompt, self.sampling[self.rows[i].source])
+
+
+def accounts_text(counts: dict[str, int]) -> str:
+    """One line for people: requested = answered + failed + skipped, failures by reason."""
+    failures = sorted(
+        (name.partition(": ")[2], number) for name, number in counts.items() if name.startswith("failed: ")
+    )
+    reasons = ", ".join(f"{reason} {number:,}" for reason, number in failures)
+    conversations, requested, answered, failed, skipped, calls = (
+        f"{counts.get(name, 0):,}"
+        for name in ("conversations", "requested", "answered", "failed", "skipped", "tool_calls")
+    )
+    return (
+        f"{conversations} conversations, {requested} user turns requested = {answered} answered + {failed} failed"
+        f"{f' ({reasons})' if reasons else ''} + {skipped} skipped behind those; {calls} tool calls"
+    )
+
+
+def check_any_left(num_rows: int, counts: dict[str, int]) -> None:
+    """Refuse to go on without a single row.
+
+    Args:
+        num_rows: of all shards, answered.
+        counts: what became of their conversations.
+    """
+    if not num_rows:
+        raise ValueError(
+            f"the target must say {MIN_ANSWER_TOKENS} tokens or more in one conversation at least, got {accounts_text(counts)}; "
+            "raise regenerate.max_new_tokens if it is below that, or replace prompts that the target ends at once"
+        )
+
+
+def warn_of_limit(counts: dict[str, int], where: str) -> None:
+    """Answers that pile up at the length limit end without their end of turn: the draft would learn that nothing ends."""
+    at_limit, asked = counts.get("at_length_limit", 0), counts.get("requested", 0)
+    if at_limit > WARN_AT_LIMIT * asked:
+        logger.warning(
+            "%s: %d answers to %d user turns ended at the length limit; raise regenerate.max_new_tokens",
+            where,
+            at_limit,
+            asked,
+        )

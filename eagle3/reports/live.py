@@ -1,0 +1,112 @@
+"""What is still going on, as HTML for live Decks: the curves of a training run, how far an engine's jobs are."""
+
+from dataclasses import replace
+from html import escape
+from itertools import pairwise
+from typing import Any
+
+from eagle3.engine.progress import Progress, duration_text
+from eagle3.reports.charts import Point, line_chart
+from eagle3.reports.parts import STYLE, section, tiles_row
+
+# The last look at a job may follow the one before at once; the rate between them says nothing.
+SHORTEST_LOOK_S = 1.0
+# Chart title -> metrics that it draws: key in a metrics line, name of the curve.
+CHARTS: dict[str, dict[str, str]] = {
+    "Loss": {"loss": "all steps"},
+    "Loss by TTT step": {"loss_by_step": "step"},
+    "Accuracy by TTT step": {"accuracy_by_step": "step"},
+    "Acceptance length": {
+        "acceptance_length": "training packs",
+        "validation_acceptance_length": "validation",
+    },
+    "Coverage of the draft vocabulary": {
+        "label_coverage": "labels",
+        "validation_coverage": "target probability, validation",
+    },
+    "Gradient norm": {"gradient_norm": "before clipping"},
+    "Learning rate": {"learning_rate": "rate"},
+    "Tokens/s": {"tokens_per_s": "all", "supervised_per_s": "supervised"},
+    "Share of time waiting for data": {"data_wait_share": "waiting"},
+    "Memory, GiB": {"memory_bytes": "peak"},
+}
+
+
+def render_live(metrics: list[dict[str, Any]]) -> str:
+    """Render the charts; curves are thinned, so that the page stays far below 1 MB.
+
+    Args:
+        metrics: lines of metrics.jsonl in order; keys may be missing.
+    """
+    charts = "".join(
+        line_chart(title, _curves(metrics, keys), "optimizer step") for title, keys in CHARTS.items()
+    )
+    return (
+        f'<style>{STYLE}</style><div class="e3">{_headline(metrics)}<div class="charts">{charts}</div></div>'
+    )
+
+
+def _headline(metrics: list[dict[str, Any]]) -> str:
+    newest: dict[str, Any] = {}
+    for line in metrics[-50:]:
+        newest |= {key: value for key, value in line.items() if value is not None}
+    parts = [f"step {newest['step']:,}" if "step" in newest else "no step yet"]
+    if "seconds_left" in newest:
+        parts.append(f"{newest['seconds_left'] / 60:,.0f} minutes left")
+    if "tokens_per_s" in newest:
+        parts.append(f"{newest['tokens_per_s']:,.0f} tokens/s")
+    return f"<h1>Training</h1><p class='soft'>{escape(', '.join(parts))}</p>"
+
+
+def _curves(metrics: list[dict[str, Any]], keys: dict[str, str]) -> dict[str, list[Point]]:
+    curves: dict[str, list[Point]] = {}
+    for line in metrics:
+        for key, name in keys.items():
+            value = line.get(key)
+            values = (
+                {f"{name} {i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
+            )
+            for curve, number in values.items():
+                if isinstance(number, int | float):
+                    y = number / (1 << 30) if key == "memory_bytes" else float(number)
+                    curves.setdefault(curve, []).append((float(line["step"]), y))
+    return curves
+
+
+def render_jobs(title: str, jobs: dict[str, list[Progress]], figures: dict[str, str], note: str = "") -> str:
+    """Render how far jobs are, one after the other, and what came of them; curves are thinned, as for training.
+
+    Args:
+        title: what is made, plain text.
+        jobs: label -> looks at the job, oldest first, some seconds apart; none while its engine starts.
+        figures: what it is -> figure, once all is done; plain text.
+        note: a sentence under these, plain text.
+    """
+    state = "done" if figures else "under way" if any(jobs.values()) else "the engine starts"
+    result = tiles_row([(figure, text, "") for text, figure in figures.items()]) if figures else ""
+    result += f"<p>{escape(note)}</p>" if note else ""
+    parts = "".join(section(label, _job(looks)) for label, looks in jobs.items())
+    return f'<style>{STYLE}</style><div class="e3"><h1>{escape(title)}</h1><p class="soft">{state}</p>{result}{parts}</div>'
+
+
+def _job(looks: list[Progress]) -> str:
+    if not looks:
+        return '<p class="soft">nothing yet</p>'
+    newest = looks[-1]
+    tiles = [(f"{newest.done:,} / {newest.total:,}", newest.unit, "")]
+    if newest.kept:
+        tiles.append((f"{newest.kept:,}", "of these by an earlier attempt", ""))
+    if newest.conversations != newest.done:
+        tiles.append((f"{newest.conversations:,}", "conversations", ""))
+    tiles.append((f"{newest.tokens_per_s():,.0f}", "tokens/s", ""))
+    if newest.done < newest.total:
+        left = newest.seconds_left
+        tiles.append(("?" if left is None else duration_text(left), "left", ""))
+    tiles.append((duration_text(newest.seconds), "so far", ""))
+    first = replace(newest, done=newest.kept, tokens=0, conversations=0, seconds=0.0)
+    rate = [
+        (b.seconds, b.tokens_per_s(a))
+        for a, b in pairwise([first, *looks])
+        if b.seconds - a.seconds >= SHORTEST_LOOK_S
+    ]
+    return f'{tiles_row(tiles)}<div class="charts">{line_chart("Speed", {"tokens/s": rate}, "seconds")}</div>'

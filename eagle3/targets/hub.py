@@ -1,0 +1,75 @@
+"""The Hugging Face hub: which commit a revision means now, and its files; every fault says what to check."""
+
+import shutil
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from eagle3.uris import hiding_secrets
+
+
+@hiding_secrets()
+def hub_commit(what: str, name: str, revision: str, kind: Literal["model", "dataset"] = "model") -> str:
+    """Find the commit that `revision` (empty: the default branch) of a hub id stands for now.
+
+    Args:
+        what: what is looked for, for the message: "target" or "initial draft".
+        kind: the hub keeps ids of models and of data sets apart.
+
+    Raises:
+        ConnectionError: where another try may help.
+        ValueError: where only another setting does.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    api = HfApi()
+    look_up = api.dataset_info if kind == "dataset" else api.model_info
+    try:
+        return str(look_up(name, revision=revision or None, timeout=20).sha)
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, *connection_faults(), OSError) as e:
+        raise _hub_error(what, name, revision, e) from e
+
+
+@hiding_secrets()
+def download_from_hub(
+    what: str,
+    name: str,
+    revision: str,
+    out_dir: str | Path,
+    patterns: Sequence[str],
+    ignored: Sequence[str] = (),
+) -> None:
+    """Put the files of a hub id that match `patterns` and none of `ignored` into `out_dir`; raises as `hub_commit` does."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        snapshot_download(
+            name,
+            revision=revision or None,
+            local_dir=out_dir,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(ignored),
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, *connection_faults(), OSError) as e:
+        raise _hub_error(what, name, revision, e) from e
+    shutil.rmtree(Path(out_dir) / ".cache", ignore_errors=True)
+
+
+def connection_faults() -> tuple[type[Exception], ...]:
+    """What the hub's client raises where the network fails: errors of httpx, in newer releases of httpx2."""
+    return tuple(import_module(name).TransportError for name in ("httpx", "httpx2") if find_spec(name))
+
+
+def _hub_error(what: str, name: str, revision: str, error: Exception) -> Exception:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    passing = isinstance(error, connection_faults()) or (
+        status is not None and (status == 429 or status >= 500)
+    )
+    return (ConnectionError if passing else ValueError)(
+        f"{what} {name} (revision {revision or 'default'}) cannot be had from the hub: {type(error).__name__}: {error}; "
+        "check the id, the network and HF_TOKEN, or give a local copy"
+    )

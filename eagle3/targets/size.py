@@ -1,0 +1,141 @@
+"""How large a target is, from its config.json alone: parameters, bytes of its weights, of the key-values of a token."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from eagle3.targets.properties import DTYPE_BYTES
+
+# Bytes a parameter where a checkpoint is quantised: mxfp4 has 4 bits and a scale byte for each 32 parameters.
+MXFP4_BYTES, FP8_BYTES = 4.25 / 8, 1.0
+OWN_KEYS = ("architectures", "_name_or_path", "auto_map", "quantization_config", "torch_dtype", "dtype")
+
+
+@dataclass(frozen=True)
+class TargetSize:
+    """Counts of a target: parameters of embedding and head, of attention, dense MLPs and routers, and of all experts.
+
+    active: parameters that one token is multiplied with, head included, embedding not. expert_bytes, linear_bytes: bytes a
+    parameter of a quantised checkpoint, None where stored in the compute dtype.
+    """
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    embedding_params: int
+    linear_params: int
+    expert_params: int
+    active: int
+    expert_bytes: float | None = None
+    linear_bytes: float | None = None
+
+    @property
+    def params(self) -> int:
+        """All parameters, norms and biases left out."""
+        return self.embedding_params + self.linear_params + self.expert_params
+
+    def weight_bytes(self, dtype: str) -> float:
+        """Bytes of the weights on all GPUs together in this compute dtype."""
+        wide = DTYPE_BYTES[dtype]
+        experts = self.expert_params * (self.expert_bytes or wide)
+        return self.embedding_params * wide + self.linear_params * (self.linear_bytes or wide) + experts
+
+    def key_value_bytes(self, dtype: str) -> int:
+        """Bytes of the keys and values of one token, sliding windows counted as full attention."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+    def prefill_flops(self, rows: float, tokens: float) -> float:
+        """Floating-point operations to read `rows` rows of `tokens` tokens together, all of one length, causal attention."""
+        attention = 2 * self.num_layers * self.num_heads * self.head_dim * tokens**2 / max(rows, 1)
+        return 2 * self.active * tokens + attention
+
+
+def target_size(config: dict[str, Any]) -> TargetSize:
+    """Count a supported target's parameters; what config.json leaves out is taken from its architecture's defaults."""
+    from transformers import AutoConfig
+
+    c = AutoConfig.for_model(**{k: v for k, v in config.items() if k not in OWN_KEYS}).to_dict()
+    width, layers, heads = c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"]
+    kv_heads = c.get("num_key_value_heads") or heads
+    head_dim = c.get("head_dim") or width // heads
+    attention = 2 * width * head_dim * (heads + kv_heads)
+    sparse = _num_sparse_layers(c)
+    experts, chosen = (
+        c.get("num_local_experts") or c.get("num_experts") or 0,
+        c.get("num_experts_per_tok") or 0,
+    )
+    expert = 3 * width * (c.get("moe_intermediate_size") or c["intermediate_size"])
+    linear = (
+        layers * attention + (layers - sparse) * 3 * width * c["intermediate_size"] + sparse * experts * width
+    )
+    table = c["vocab_size"] * width
+    quantised = _quantised_bytes(config)
+    return TargetSize(
+        num_layers=layers,
+        hidden_size=width,
+        vocab_size=c["vocab_size"],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        embedding_params=table if c.get("tie_word_embeddings") else 2 * table,
+        linear_params=linear,
+        expert_params=sparse * experts * expert,
+        active=linear + sparse * chosen * expert + table,
+        expert_bytes=quantised.get("experts"),
+        linear_bytes=quantised.get("linear"),
+    )
+
+
+def _num_sparse_layers(c: dict[str, Any]) -> int:
+    """Layers with experts instead of one MLP."""
+    if not (c.get("num_local_experts") or c.get("num_experts")):
+        return 0
+    step, dense = c.get("decoder_sparse_step") or 1, c.get("mlp_only_layers") or []
+    return sum(i not in dense and (i + 1) % step == 0 for i in range(c["num_hidden_layers"]))
+
+
+def _quantised_bytes(config: dict[str, Any]) -> dict[str, float]:
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method == "mxfp4":
+        return {"experts": MXFP4_BYTES}
+    return {"experts": FP8_BYTES, "linear": FP8_BYTES} if method == "fp8" else {}
+
+
+def check_tensor_parallel(size: TargetSize, num_gpus: int) -> None:
+    """Refuse a number of GPUs over which vLLM cannot split the attention heads.
+
+    Raises:
+        ValueError: names both numbers.
+    """
+    kv_fit = size.num_kv_heads % num_gpus == 0 or num_gpus % size.num_kv_heads == 0
+    if size.num_heads % num_gpus or not kv_fit:
+        raise ValueError(
+            f"the target's {size.num_heads} attention and {size.num_kv_heads} key-value heads must be divisible by "
+            f"fanout.tensor_parallel_size, got {num_gpus}; take a power of two up to {size.num_heads & -size.num_heads}"
+        )
+
+
+def check_gpu_memory(
+    size: TargetSize, dtype: str, max_model_len: int, num_gpus: int, usable_bytes: float, remedy: str
+) -> None:
+    """Refuse a target whose weights, with the key-values of one longest sequence, do not fit on its GPUs.
+
+    Args:
+        dtype: compute dtype.
+        max_model_len: tokens of the longest sequence.
+        num_gpus: GPUs that share the target.
+        usable_bytes: what the engine may take of each.
+        remedy: what to change, for the message.
+
+    Raises:
+        ValueError: names the sizes and the remedy.
+    """
+    weights, cache = size.weight_bytes(dtype), size.key_value_bytes(dtype) * max_model_len
+    if weights + cache > num_gpus * usable_bytes:
+        raise ValueError(
+            f"the target's weights in {dtype} and the key-values of one sequence of {max_model_len} tokens must fit into "
+            f"{num_gpus} x {usable_bytes / 1e9:.0f} GB of GPU memory, they take {weights / 1e9:.0f} + {cache / 1e9:.1f} GB; "
+            f"{remedy}"
+        )

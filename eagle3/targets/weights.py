@@ -1,0 +1,141 @@
+"""The three target tensors that training needs, read straight from the safetensors files; the model itself is never built."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+# Architectures whose logits are head(RMSNorm(last hidden state)), the gain as stored, nothing scaled or capped, and out of
+# which vLLM 0.32 hands aux states (SupportsEagle3). Gemma is not one of them: its gain is 1 + w, its embedding is scaled.
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class TargetTensors:
+    """What the draft borrows from the target.
+
+    config: config.json. embedding [V, H]: input embedding. norm_weight [H]: gain of the final RMSNorm. norm_eps: its epsilon.
+    head [V, H]: output head (the embedding itself where tied).
+    """
+
+    config: dict[str, Any]
+    embedding: Tensor
+    norm_weight: Tensor
+    norm_eps: float
+    head: Tensor
+
+
+def check_target_dir(target_dir: str | Path) -> dict[str, Any]:
+    """Read config.json and make sure that weights lie beside it and the architecture is one that a draft can be built for.
+
+    Raises:
+        ValueError: names the directory, what is missing, and the remedy.
+    """
+    root = Path(target_dir)
+    try:
+        config: dict[str, Any] = json.loads((root / "config.json").read_text())
+    except (OSError, ValueError) as e:
+        raise ValueError(
+            f"{root} holds no readable config.json ({e}); give a model directory, hub id or .gguf file"
+        ) from e
+    if not any(root.glob("*.safetensors")):
+        raise ValueError(
+            f"{root} holds no *.safetensors file; save it with save_pretrained, or give a hub id or .gguf file"
+        )
+    check_target_config(config, root)
+    return config
+
+
+def check_target_config(config: dict[str, Any], name: str | Path) -> None:
+    """Make sure that a draft can be built for a target of this config.json; `name` is what messages call it.
+
+    Raises:
+        ValueError: says what is not supported.
+    """
+    if config.get("model_type") not in SUPPORTED_MODEL_TYPES:
+        known = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise ValueError(
+            f"{name} is a {config.get('model_type')!r} model; drafts can be trained for {known} targets: embedding, final norm "
+            "and head must be the plain ones of these; choose another target"
+        )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if (kind := rope.get("rope_type") or rope.get("type")) in LENGTH_DEPENDENT_ROPE:
+        raise ValueError(
+            f"{name} uses {kind!r} RoPE, whose angles depend on the length; no draft can be trained for it yet"
+        )
+
+
+def tensor_files(target_dir: str | Path) -> dict[str, Path]:
+    """Map each tensor name to the file that holds it, from the index or the files' own headers."""
+    root = Path(target_dir)
+    if (root / INDEX_NAME).exists():
+        weight_map = json.loads((root / INDEX_NAME).read_text())["weight_map"]
+        return {name: root / Path(file).name for name, file in weight_map.items()}
+    files = {}
+    for path in sorted(root.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as f:
+                files.update(dict.fromkeys(f.keys(), path))
+        except SafetensorError as e:
+            raise ValueError(
+                f"{path} is not a complete safetensors file ({e}); fetch the target again"
+            ) from e
+    return files
+
+
+def read_tensor(target_dir: str | Path, files: dict[str, Path], name: str) -> Tensor:
+    """Read one tensor; ValueError names it and the directory if it is absent."""
+    if name not in files:
+        raise ValueError(
+            f"{target_dir} has no tensor {name!r}; the files are incomplete, fetch the target again"
+        )
+    with safe_open(files[name], framework="pt") as f:
+        tensor: Tensor = f.get_tensor(name)
+    return tensor
+
+
+def load_target_tensors(target_dir: str | Path, dtype: torch.dtype = torch.float32) -> TargetTensors:
+    """Load embedding, final norm and head; no other tensor is touched, whatever a quantised target stores there.
+
+    Args:
+        target_dir: directory with config.json and safetensors files (index or single file).
+        dtype: the tensors are converted to this.
+
+    Raises:
+        ValueError: if a tensor is missing, misshapen or quantised.
+    """
+    config = check_target_dir(target_dir)
+    files = tensor_files(target_dir)
+    embedding = _read_floats(target_dir, files, "model.embed_tokens.weight").to(dtype)
+    norm_weight = _read_floats(target_dir, files, "model.norm.weight").to(dtype)
+    tied = config.get("tie_word_embeddings", False)
+    head = embedding if tied else _read_floats(target_dir, files, "lm_head.weight").to(dtype)
+    whole = (config["vocab_size"], config["hidden_size"])
+    for name, tensor, shape in (
+        ("embedding", embedding, whole),
+        ("head", head, whole),
+        ("final norm", norm_weight, whole[1:]),
+    ):
+        if tensor.shape != shape:
+            found = tuple(tensor.shape)
+            raise ValueError(
+                f"{target_dir}: {name} has shape {found}, config.json says {shape}; fetch the target again"
+            )
+    return TargetTensors(config, embedding, norm_weight, config["rms_norm_eps"], head)
+
+
+def _read_floats(target_dir: str | Path, files: dict[str, Path], name: str) -> Tensor:
+    tensor = read_tensor(target_dir, files, name)
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"{target_dir}: {name} is stored as {tensor.dtype}; embedding, final norm and head must not be quantised, "
+            "take a target that keeps them in bfloat16"
+        )
+    return tensor

@@ -1,0 +1,179 @@
+"""Runs the container command of a task as a pod would: a process group of its own, an empty directory, the storage's address."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from flyteidl.core import tasks_pb2
+
+from tests.flyte_stand_in import pod_host
+
+# Where images keep the code, and where they start: here the pod's own directory.
+IMAGE_DIRECTORY = "/root"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try of a task: what its container command is told.
+
+    node: unique in the execution. number: from 0. index: of an element of a map task, else None. The rest are addresses in the
+    storage; previous_checkpoint is "" in a first attempt.
+    """
+
+    execution: str
+    node: str
+    task: tasks_pb2.TaskTemplate
+    number: int
+    index: int | None
+    inputs: str
+    outputs: str
+    raw_outputs: str
+    checkpoint: str
+    previous_checkpoint: str
+
+    def command(self) -> list[str]:
+        """The container's command line with Flyte's templates filled in."""
+        values = {
+            "input": self.inputs,
+            "outputPrefix": self.outputs,
+            "rawOutputDataPrefix": self.raw_outputs,
+            "checkpointOutputPrefix": self.checkpoint,
+            "prevCheckpointPrefix": self.previous_checkpoint or '""',
+        }
+        template = [*self.task.container.command, *self.task.container.args]
+        words = [re.sub(r"\{\{\s*\.(\w+)\s*\}\}", lambda match: values[match[1]], word) for word in template]
+        return ["." if word == IMAGE_DIRECTORY else word for word in words]
+
+    def environment(self) -> dict[str, str]:
+        """What Flyte and the task itself put into the container's environment."""
+        identity = {"PROJECT": self.task.id.project, "DOMAIN": self.task.id.domain}
+        found = {pair.key: pair.value for pair in self.task.container.env}
+        found |= {f"FLYTE_INTERNAL_EXECUTION_{name}": value for name, value in identity.items()}
+        found |= {"FLYTE_INTERNAL_EXECUTION_ID": self.execution, "FLYTE_ATTEMPT_NUMBER": str(self.number)}
+        identity |= {"NAME": self.task.id.name, "VERSION": self.task.id.version}
+        found |= {f"FLYTE_INTERNAL_TASK_{name}": value for name, value in identity.items()}
+        if self.index is not None:
+            found |= {
+                "BATCH_JOB_ARRAY_INDEX_VAR_NAME": "FLYTE_K8S_ARRAY_INDEX",
+                "FLYTE_K8S_ARRAY_INDEX": str(self.index),
+            }
+        return found
+
+
+class Pod:
+    """A running attempt.
+
+    task: name of the task's function. directory: its working directory, empty when it started.
+    """
+
+    def __init__(self, attempt: Attempt, directory: Path, environment: dict[str, str]) -> None:
+        self.attempt, self.directory = attempt, directory
+        self.task = task_name(attempt.task)
+        self.log_path = directory.with_suffix(".log")
+        environment = environment | {"HOME": str(directory), "TMPDIR": str(directory)} | attempt.environment()
+        with open(self.log_path, "wb") as log:
+            self.process = subprocess.Popen(
+                attempt.command(), cwd=directory, env=environment, stdout=log, stderr=log, process_group=0
+            )
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def processes(self, text: str) -> list[int]:
+        """Those of its processes whose command line contains `text`."""
+        return [p.pid for p in psutil.process_iter() if self._is_mine(p.pid) and text in _command_line(p)]
+
+    def _is_mine(self, pid: int) -> bool:
+        with suppress(ProcessLookupError):
+            return os.getpgid(pid) == self.process.pid
+        return False
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to all its processes; none left is fine."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def wait(self) -> int:
+        """Exit code, negative after a signal; whatever the command started ends with it."""
+        code = self.process.wait()
+        self.kill()
+        return code
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+
+class PodHost:
+    """Runs pods, `at_once` of them; others wait.
+
+    running: those that run. logs: what each attempt wrote, by execution, node and attempt number. on_start: called with each pod
+    as soon as it runs.
+    """
+
+    def __init__(self, work: Path, environment: dict[str, str], at_once: int = 2) -> None:
+        self.work, self.running = work, list[Pod]()
+        self.on_start: Callable[[Pod], None] = lambda pod: None
+        self.logs: dict[tuple[str, str, int], str] = {}
+        self._places = threading.Semaphore(at_once)
+        address = str(work / "host.sock")
+        pod_host.write_commands(work / "bin", address)
+        inherited = {name: os.environ[name] for name in ("LANG", "LD_LIBRARY_PATH") if name in os.environ}
+        path = os.pathsep.join([str(work / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+        self.environment = (
+            inherited
+            | {"PATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+            | environment
+        )
+        command = [sys.executable, "-I", pod_host.__file__, address]
+        self._host = subprocess.Popen(
+            command,
+            cwd=work,
+            env=self.environment | {"HOME": str(work)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._host.stdout is not None
+        assert self._host.stdout.readline() == b"ready\n"
+
+    def run(self, attempt: Attempt) -> int:
+        """Run an attempt to its end; returns the exit code, negative after a signal."""
+        with (
+            self._places,
+            tempfile.TemporaryDirectory(
+                prefix="pod-", dir=self.work, ignore_cleanup_errors=True
+            ) as directory,
+        ):
+            pod = Pod(attempt, Path(directory), self.environment)
+            self.running.append(pod)
+            try:
+                self.on_start(pod)
+                return pod.wait()
+            finally:
+                self.running.remove(pod)
+                self.logs[attempt.execution, attempt.node, attempt.number] = pod.log()
+
+    def close(self) -> None:
+        for pod in list(self.running):
+            pod.kill()
+        self._host.communicate()
+
+
+def _command_line(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def task_name(template: tasks_pb2.TaskTemplate) -> str:
+    """The function's name: `extract_shard` of workflows.tasks.extract_hidden_states.map_extract_shard_<hash>-arraynode."""
+    name = template.id.name.rsplit(".", 1)[-1]
+    return re.sub(r"^map_(\w+)_[0-9a-f]{32}-arraynode$", r"\1", name)

@@ -1,0 +1,347 @@
+"""Public chat formats on tiny tokenizers: templates of our own that write what the public ones write.
+
+Each format says how an assistant's turn reads when the model writes it: `written`.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from transformers import PreTrainedTokenizerFast
+
+from eagle3.data.conversations import Message
+from tests.helpers.tiny_tokenizer import LINE_BREAKS_TOGETHER, train_spaced_tokenizer, train_tokenizer
+
+CHATML_TURNS = """
+{%- for m in messages %}
+{%- if loop.first and m.role != 'system' %}{{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{%- endif %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+# Thoughts are shown behind the last user turn only, where an empty block stands for none.
+QWEN3 = """
+{%- set ns = namespace(last_query=-1) %}
+{%- for m in messages %}
+    {%- if m.role == 'user' and not m.content.startswith('<tool_response>') %}{%- set ns.last_query = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- '# Tools\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+    {{- '\\n</tools>\\nCall within <tool_call></tool_call>.<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+    {%- elif m.role == 'assistant' %}
+        {%- set content = m.content %}
+        {%- set thoughts = m.reasoning_content if m.reasoning_content is string else '' %}
+        {%- if not thoughts and '</think>' in content %}
+            {%- set thoughts = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.index0 > ns.last_query and (loop.last or thoughts) %}
+            {{- '<think>\\n' + thoughts.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {%- for call in m.tool_calls or [] %}
+            {%- if content or not loop.first %}{{- '\\n' }}{%- endif %}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif m.role == 'tool' %}
+        {%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+
+# The later releases that always think open the thoughts in the generation prompt.
+QWEN3_THINKING = QWEN3[: QWEN3.rindex("{%- if add_generation_prompt")] + (
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
+)
+
+LLAMA31 = """
+{{- bos_token }}
+{%- set system = '' %}
+{%- if messages[0].role == 'system' %}{%- set system = messages[0].content | trim %}{%- set messages = messages[1:] %}{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
+{%- if tools %}{{- 'Environment: ipython\\n' }}{%- endif %}
+{{- 'Today Date: ' + strftime_now('%d %b %Y') + '\\n\\n' + system + '<|eot_id|>' }}
+{%- if tools %}
+    {{- '<|start_header_id|>user<|end_header_id|>\\n\\nUse these functions:\\n\\n' }}
+    {%- for tool in tools %}{{- tool | tojson(indent=4) }}{{- '\\n\\n' }}{%- endfor %}
+    {{- messages[0].content | trim + '<|eot_id|>' }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for m in messages %}
+    {%- if 'tool_calls' in m %}
+        {%- if m.tool_calls | length != 1 %}{{- raise_exception('only single tool-calls at once') }}{%- endif %}
+        {%- set call = m.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
+        {{- call.arguments | tojson }}
+        {{- '}<|eot_id|>' }}
+    {%- elif m.role == 'tool' %}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}{{- m.content | tojson }}{{- '<|eot_id|>' }}
+    {%- else %}
+        {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+
+# The system prompt opens the first user turn.
+GEMMA3 = """
+{{- bos_token }}
+{%- set opening = '' %}
+{%- if messages[0].role == 'system' %}
+    {%- set opening = messages[0].content + '\\n\\n' %}{%- set messages = messages[1:] %}
+{%- endif %}
+{%- for m in messages %}
+    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}
+    {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + (opening if loop.first else '') }}
+    {{- m.content | trim }}{{- '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
+
+# System prompt and tools stand at the last user turn.
+MISTRAL = """
+{%- set system = '' %}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content + '\\n\\n' %}{%- set messages = messages[1:] %}
+{%- endif %}
+{%- set ns = namespace(last_user=0) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last_user = loop.index0 %}{%- endif %}{%- endfor %}
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {%- if tools and loop.index0 == ns.last_user %}
+            {{- '[AVAILABLE_TOOLS] ' }}{{- tools | tojson }}{{- '[/AVAILABLE_TOOLS]' }}
+        {%- endif %}
+        {{- '[INST] ' + (system if loop.index0 == ns.last_user else '') + m.content + '[/INST]' }}
+    {%- elif m.tool_calls is defined and m.tool_calls is not none %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in m.tool_calls %}
+            {%- if call.id | length != 9 %}{{- raise_exception('Tool call IDs must have length 9') }}{%- endif %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + ('' if loop.last else ', ') }}
+        {%- endfor %}
+        {{- ']' + eos_token }}
+    {%- elif m.role == 'assistant' %}
+        {{- ' ' + m.content | trim + eos_token }}
+    {%- elif m.role == 'tool' %}
+        {{- '[TOOL_RESULTS] {"content": ' + m.content + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- endif %}
+{%- endfor %}"""
+
+# Thoughts and answers are messages in channels; thoughts are dropped once a final answer follows, and <|return|> is not kept.
+HARMONY = """
+{{- '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') + '<|end|>' }}
+{%- if messages[0].role == 'system' or tools %}
+    {{- '<|start|>developer<|message|>' }}
+    {%- if messages[0].role == 'system' %}{{- '# Instructions\\n\\n' + messages[0].content }}{%- endif %}
+    {%- for tool in tools or [] %}{{- '\\n\\n# Tools\\n\\ntype ' + tool.function.name + ' = (_: any) => any;' }}{%- endfor %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- set ns = namespace(tool='', last_final=-1) %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and 'tool_calls' not in m %}{%- set ns.last_final = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {{- '<|start|>user<|message|>' + m.content + '<|end|>' }}
+    {%- elif m.role == 'tool' %}
+        {{- '<|start|>functions.' + ns.tool + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- m.content | tojson }}{{- '<|end|>' }}
+    {%- elif 'tool_calls' in m %}
+        {%- if m.content and m.thinking %}{{- raise_exception('content and thinking') }}{%- endif %}
+        {%- if (m.content or m.thinking) and loop.index0 > ns.last_final %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + (m.content or m.thinking) + '<|end|>' }}
+        {%- endif %}
+        {%- set ns.tool = m.tool_calls[0].function.name %}
+        {{- '<|start|>assistant to=functions.' + ns.tool + '<|channel|>commentary json<|message|>' }}
+        {{- m.tool_calls[0].function.arguments | tojson }}{{- '<|call|>' }}
+    {%- elif m.role == 'assistant' %}
+        {%- if m.thinking and loop.last and not add_generation_prompt %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
+        {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+
+# Thoughts are never shown, but the generation prompt opens them; a call wants no content and its arguments as text.
+DEEPSEEK_R1 = """
+{{- bos_token }}
+{%- set ns = namespace(outputs=false) %}
+{%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {{- '<｜User｜>' + m.content }}
+    {%- elif m.role == 'assistant' and m.content is none %}
+        {{- '<｜Assistant｜><｜tool▁calls▁begin｜>' }}
+        {%- for call in m.tool_calls %}
+            {{- '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}
+            {{- call.function.arguments + '\\n```<｜tool▁call▁end｜>' }}
+        {%- endfor %}
+        {{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
+    {%- elif m.role == 'assistant' %}
+        {%- set content = m.content.split('</think>')[-1] %}
+        {{- ('<｜tool▁outputs▁end｜>' if ns.outputs else '<｜Assistant｜>') + content + '<｜end▁of▁sentence｜>' }}
+        {%- set ns.outputs = false %}
+    {%- elif m.role == 'tool' %}
+        {{- '' if ns.outputs else '<｜tool▁outputs▁begin｜>' }}
+        {{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
+        {%- set ns.outputs = true %}
+    {%- endif %}
+{%- endfor %}
+{%- if ns.outputs %}{{- '<｜tool▁outputs▁end｜>' }}{%- endif %}
+{%- if add_generation_prompt and not ns.outputs %}{{- '<｜Assistant｜><think>\\n' }}{%- endif %}"""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A template, its tokens (`added` are not flagged as special), and how the model's own text reads.
+
+    written: (message, whether thoughts are shown) to the text of that turn, end of turn included.
+    """
+
+    name: str
+    template: str
+    special: tuple[str, ...]
+    written: Callable[[Message], str]
+    added: tuple[str, ...] = ()
+    eos: str = ""
+    bos: str | None = None
+    spaced: str = ""
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return _tokenizer(self.name)
+
+
+def call_of(message: Message) -> tuple[str, str]:
+    function = message["tool_calls"][0]["function"]
+    return function["name"], json.dumps(function["arguments"], ensure_ascii=False)
+
+
+def written_by_qwen3(m: Message) -> str:
+    thoughts = f"<think>\n{m['reasoning_content']}\n</think>\n\n" if "reasoning_content" in m else ""
+    if "tool_calls" not in m:
+        return f"{thoughts}{m['content'].lstrip(chr(10))}<|im_end|>"
+    name, arguments = call_of(m)
+    gap = "\n" if m["content"] else ""
+    return f'{thoughts}{m["content"]}{gap}<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call><|im_end|>'
+
+
+def written_by_llama(m: Message) -> str:
+    if "tool_calls" not in m:
+        return m["content"].strip() + "<|eot_id|>"
+    return '{{"name": "{}", "parameters": {}}}<|eot_id|>'.format(*call_of(m))
+
+
+def written_by_mistral(m: Message) -> str:
+    if "tool_calls" not in m:
+        return f" {m['content'].strip()}</s>"
+    return '[TOOL_CALLS] [{{"name": "{}", "arguments": {}, "id": "{}"}}]</s>'.format(
+        *call_of(m), m["tool_calls"][0]["id"]
+    )
+
+
+def written_by_gpt_oss(m: Message) -> str:
+    thoughts = m.get("reasoning_content", "")
+    analysis = f"<|channel|>analysis<|message|>{thoughts}<|end|><|start|>assistant" if thoughts else ""
+    if "tool_calls" not in m:
+        return f"{analysis}<|channel|>final<|message|>{m['content']}<|return|>"
+    return "{} to=functions.{}<|channel|>commentary json<|message|>{}<|call|>".format(analysis, *call_of(m))
+
+
+def written_by_deepseek(m: Message) -> str:
+    thoughts = f"{m['reasoning_content']}\n</think>\n\n" if "reasoning_content" in m else ""
+    if "tool_calls" not in m:
+        return f"{thoughts}{m['content']}<｜end▁of▁sentence｜>"
+    name, arguments = call_of(m)
+    call = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+    return f"<｜tool▁calls▁begin｜>{call}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
+
+
+IM = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+QWEN_ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+HEADERS = (
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|python_tag|>",
+)
+INST = (
+    "[INST]",
+    "[/INST]",
+    "[TOOL_CALLS]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+)
+CHANNELS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
+CALLS = tuple(f"<｜tool▁{t}｜>" for t in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
+OUTPUTS = tuple(f"<｜tool▁{t}｜>" for t in ("outputs▁begin", "outputs▁end", "output▁begin", "output▁end"))
+SENTENCE = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
+
+_ALL = [
+    Format("smollm2", CHATML_TURNS, IM, lambda m: m["content"] + "<|im_end|>", eos="<|im_end|>"),
+    Format("qwen3", QWEN3, IM, written_by_qwen3, QWEN_ADDED, eos="<|im_end|>"),
+    Format("llama3.1", LLAMA31, HEADERS, written_by_llama, eos="<|eot_id|>", bos="<|begin_of_text|>"),
+    Format(
+        "gemma3",
+        GEMMA3,
+        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
+        lambda m: m["content"].strip() + "<end_of_turn>",
+        ("\n\n", "<table>"),
+        eos="<eos>",
+        bos="<bos>",
+    ),
+    Format("mistral", MISTRAL, ("<s>", "</s>", *INST), written_by_mistral, eos="</s>", bos="<s>"),
+    Format("gpt-oss", HARMONY, CHANNELS, written_by_gpt_oss, eos="<|return|>"),
+    Format(
+        "deepseek-r1",
+        DEEPSEEK_R1,
+        SENTENCE,
+        written_by_deepseek,
+        ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", *CALLS, *OUTPUTS),
+        eos=SENTENCE[1],
+        bos=SENTENCE[0],
+    ),
+]
+FORMATS = {f.name: f for f in _ALL}
+FORMATS["qwen3-thinking"] = replace(
+    FORMATS["qwen3"],
+    name="qwen3-thinking",
+    template=QWEN3_THINKING,
+    written=lambda m: written_by_qwen3(m).removeprefix("<think>\n"),
+)
+# Mistral's own tokenizers: tags as special tokens or as plain text, a space before every text or behind every special token too.
+FORMATS["mistral-spaced"] = replace(FORMATS["mistral"], name="mistral-spaced", spaced="first")
+FORMATS["mistral-legacy"] = replace(
+    FORMATS["mistral"], name="mistral-legacy", special=("<s>", "</s>"), spaced="always"
+)
+
+
+@cache
+def _tokenizer(name: str) -> PreTrainedTokenizerFast:
+    f = FORMATS[name]
+    if f.spaced:
+        return train_spaced_tokenizer(f.template, f.special, f.eos, str(f.bos), legacy=f.spaced == "always")
+    return train_tokenizer(f.template, f.special, f.added, f.eos, f.bos, LINE_BREAKS_TOGETHER)

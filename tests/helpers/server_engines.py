@@ -1,0 +1,32 @@
+"""Engines whose server is a stand-in, and what is asked of them."""
+
+from pathlib import Path
+from typing import Any
+
+from eagle3.config.engine import EngineConfig
+from eagle3.engine.progress import Report
+from eagle3.engine.server.engine import ServerEngine
+from eagle3.regenerate.answers import Sampling
+from tests.helpers.vllm_server import StandIn
+
+ENGINE = EngineConfig(dtype="float32", max_model_len=64, max_num_seqs=2)
+LAYER_IDS = [1, 3]
+GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=5)
+PROMPTS = [[3, i, i + 1][: 1 + i % 3] for i in range(12)]
+
+
+def engine(server: StandIn, target: Path, layer_ids: list[int] | None = None, **changes: Any) -> ServerEngine:
+    settings = {
+        "target_dir": str(target),
+        "layer_ids": layer_ids,
+        "draft_dir": None,
+        "num_speculative_tokens": 0,
+    }
+    return ServerEngine({**settings, "engine": ENGINE.model_dump(), "server_url": server.url, **changes})
+
+
+def answer(
+    server: StandIn, target: Path, prompts: list[list[int]] = PROMPTS, sampling: Sampling = GREEDY
+) -> dict[str, Any]:
+    """What a new engine makes of the prompts."""
+    return engine(server, target).generate(prompts, sampling, 0, Report())

@@ -1,0 +1,76 @@
+"""Which faults another try may mend, and which not."""
+
+import errno
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from aiohttp import ClientPayloadError
+from botocore.exceptions import EndpointConnectionError, NoCredentialsError
+
+from eagle3.errors import is_out_of_memory, is_passing
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionResetError("hung up"),
+        TimeoutError("no answer"),
+        OSError(errno.EBUSY, "Service Unavailable"),
+        OSError(errno.EREMOTEIO, "Internal Error"),
+        EndpointConnectionError(endpoint_url="http://store"),
+        ClientPayloadError("half"),
+        RuntimeError("the engine process was ended by signal 9"),
+        dist.DistBackendError("NCCL error: remote process exited"),
+    ],
+    ids=repr,
+)
+def test_lost_connections_stores_engines_and_ranks_may_be_tried_again(error: Exception) -> None:
+    assert is_passing(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("wrong"),
+        KeyError("absent"),
+        FileNotFoundError("absent"),
+        PermissionError("not yours"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        NoCredentialsError(),
+        NotImplementedError("no such kernel"),
+        RecursionError("too deep"),
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
+    ],
+    ids=repr,
+)
+def test_what_would_come_again_is_not_tried_again(error: Exception) -> None:
+    assert not is_passing(error)
+
+
+def caught(action: Any) -> Exception:
+    try:
+        action()
+    except Exception as e:
+        return e
+    raise AssertionError
+
+
+def test_memory_that_torch_cannot_have_is_known_on_a_cpu_and_behind_another_error() -> None:
+    def allocate() -> None:
+        torch.empty(1 << 50)
+
+    def warm_up() -> None:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        except RuntimeError as e:
+            raise RuntimeError("the sampler could not be warmed up") from e
+
+    for action in (allocate, warm_up):
+        error = caught(action)
+        assert type(error) is RuntimeError
+        assert is_out_of_memory(error)
+        assert not is_passing(error)
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))

@@ -1,0 +1,256 @@
+"""Where outputs lie, and when a local cache entry still counts.
+
+Flyte's local cache keeps the paths a task returned and copies nothing. So local outputs go to a persistent store of our own
+(`EAGLE3_STORE`, by default ~/.cache/eagle3), in a new directory for each run of a task: two runs at once never share one. Work
+that can go on after a kill lies in a directory named by its key: training until it is done, hidden states for good.
+A cache entry whose files are gone counts as a miss (flyteorg/flyte#4672). In a pod, outputs go to its working directory.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from flytekit import current_context
+from flytekit.configuration import DataConfig
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.local_cache import LocalTaskCache
+from flytekit.models.literals import Literal, LiteralMap
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from eagle3.uris import check_place, name_of, shown
+from workflows.flyte import journal
+
+logger = logging.getLogger("eagle3")
+DEFAULT_STORE = "~/.cache/eagle3"
+LOCK_PAUSE_S = 1.0
+
+
+def is_local() -> bool:
+    """True on a laptop, False in a pod."""
+    state = FlyteContextManager.current_context().execution_state
+    return state is None or state.mode is None or bool(state.is_local_execution())
+
+
+def new_dir(name: str) -> Path:
+    """Make a new, empty directory for one output."""
+    path = root() / f"{name}-{uuid.uuid4().hex[:12]}"
+    try:
+        path.mkdir(parents=True)
+    except OSError as e:
+        raise OSError(
+            f"no output can be written to {path.parent} ({e}); set EAGLE3_STORE to a directory that can be"
+        ) from e
+    return path
+
+
+def root() -> Path:
+    """The directory of all local outputs."""
+    place = (
+        (os.environ.get("EAGLE3_STORE") or DEFAULT_STORE)
+        if is_local()
+        else current_context().working_directory
+    )
+    if "://" in str(place):
+        raise ValueError(
+            f"EAGLE3_STORE must be a directory for local runs, got {place}; unset it, or run with --remote"
+        )
+    return Path(place).expanduser().resolve()
+
+
+@contextmanager
+def resumable_dir(name: str, key: str) -> Iterator[Path]:
+    """Yield a directory in which work of the same key goes on after a kill.
+
+    Where it may not be shared, the directory is a new one: a second run of the same key at the same time, and every pod. Call
+    `finish` with it when the work is done; what is left unfinished stays for the next run.
+    """
+    path = root() / f"{name}-{key}.unfinished"
+    if not is_local() or (lock := _lock(path)) is None:
+        yield new_dir(name)
+        return
+    try:
+        yield path
+    finally:
+        os.close(lock)
+
+
+def finish(path: Path, name: str) -> Path:
+    """Give a directory of `resumable_dir` the name of a finished output; the next run of its key starts afresh."""
+    return path if not path.name.endswith(".unfinished") else path.rename(new_dir(name))
+
+
+def _lock(path: Path) -> int | None:
+    """Make the directory and lock it for this process's life; None while another process holds it."""
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+            return lock
+        os.close(lock)  # its owner finished and renamed it between the two calls
+
+
+@contextmanager
+def keyed_place(name: str, key: str) -> Iterator[str]:
+    """Yield where the output of a key belongs, whoever makes it: a directory here, a URL in the cluster's storage.
+
+    What an attempt leaves there is there for the next one. Here one process at a time has it, others wait. In a pod it lies
+    beside what Flyte calls the raw output prefix, <configured prefix>/<two characters>/<execution, node and attempt>, without the
+    two last parts, so that another attempt or execution finds it; EAGLE3_STORE, set to a URL, goes before.
+    """
+    if is_local():
+        path = root() / f"{name}-{key}"
+        if (lock := _lock(path)) is None:
+            logger.warning("another process is writing %s: waiting for it", path)
+        while lock is None:
+            time.sleep(LOCK_PAUSE_S)
+            lock = _lock(path)
+        try:
+            yield str(path)
+        finally:
+            os.close(lock)
+        return
+    prefix = FlyteContextManager.current_context().file_access.raw_output_prefix
+    base = check_place(os.environ.get("EAGLE3_STORE", ""))
+    yield f"{(base if '://' in base else prefix.rstrip('/').rsplit('/', 2)[0]).rstrip('/')}/eagle3/{name}-{key}"
+
+
+def free_bytes() -> int:
+    """Room on the disk of the local outputs."""
+    root().mkdir(parents=True, exist_ok=True)
+    return shutil.disk_usage(root()).free
+
+
+def taken(name: str, key: str) -> int:
+    """Bytes that lie in the local directory of `keyed_place`."""
+    return sum(f.stat().st_size for f in (root() / f"{name}-{key}").rglob("*") if f.is_file())
+
+
+def location(output: FlyteDirectory | FlyteFile) -> str:
+    """Where an output lies for good, without fetching it: its address in the cluster's storage, or its local path."""
+    return str(output.remote_source or output.path)
+
+
+def fetch(file: FlyteFile) -> str:
+    """The local path of a file that a recipe names.
+
+    flytekit calls its copy as the URL ends, with what signs it; one with a query is fetched by ourselves, called by its path.
+
+    Raises:
+        ValueError: if it is not there, or its URL carries credentials.
+        ConnectionError: where another try may help.
+    """
+    from eagle3.files import fetch_file
+
+    place = check_place(location(file))
+    if shown(place) == place:
+        return str(file.download())
+    out = Path(FlyteContextManager.current_context().file_access.get_random_local_directory()) / name_of(
+        place
+    )
+    try:
+        fetch_file(place, out)
+    except FileNotFoundError as e:
+        raise ValueError(
+            f"{shown(place)} is not there, or its signature does not hold any more; give a new URL"
+        ) from e
+    return str(out)
+
+
+def share_credentials() -> None:
+    """Hand the cluster's S3 endpoint and keys, which only flytekit knows, to fsspec in this process and its children."""
+    s3 = DataConfig.auto().s3
+    names = {
+        "AWS_ENDPOINT_URL": s3.endpoint,
+        "AWS_ACCESS_KEY_ID": s3.access_key_id,
+        "AWS_SECRET_ACCESS_KEY": s3.secret_access_key,
+    }
+    for name, value in names.items():
+        if value:
+            os.environ.setdefault(name, value)
+
+
+def file_digest(*paths: str | Path) -> str:
+    """SHA-256 over the files' contents, in order, as 32 hex digits."""
+    sha = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as f:
+            sha.update(hashlib.file_digest(f, "sha256").digest())
+    return sha.hexdigest()[:32]
+
+
+def digest_of_digests(digests: Iterable[str]) -> str:
+    """One digest over several, in order."""
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:32]
+
+
+def paths_in(literal: Literal) -> Iterator[str]:
+    """Every file and directory path inside a Flyte literal, dataclasses included."""
+    if literal.collection:
+        for item in literal.collection.literals:
+            yield from paths_in(item)
+    elif literal.map:
+        for item in literal.map.literals.values():
+            yield from paths_in(item)
+    elif literal.scalar and literal.scalar.blob:
+        yield literal.scalar.blob.uri
+    elif literal.scalar and literal.scalar.union:
+        yield from paths_in(literal.scalar.union.value)
+    elif literal.scalar and literal.scalar.binary:
+        yield from _paths_in_value(msgpack.loads(literal.scalar.binary.value, strict_map_key=False))
+
+
+def _paths_in_value(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("path"), str) and set(value) <= {"path", "metadata"}:
+            yield value["path"]
+        for item in value.values():
+            yield from _paths_in_value(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _paths_in_value(item)
+
+
+def is_there(path: str) -> bool:
+    """True for anything remote, an existing file, or a directory that is not empty."""
+    if "://" in path:
+        return True
+    local = Path(path)
+    return any(local.iterdir()) if local.is_dir() else local.exists()
+
+
+def install_cache_guard() -> None:
+    """Make Flyte's local cache forget entries whose files are gone, and tell the journal of each hit. Safe to call again."""
+    look_up = LocalTaskCache.get
+    if getattr(look_up, "guarded", False):
+        return
+
+    def get(task_name: str, *args: Any, **kwargs: Any) -> LiteralMap | None:
+        with journal.timer() as seconds:
+            outputs = look_up(task_name, *args, **kwargs)
+            if outputs is None or not all(
+                is_there(p) for literal in outputs.literals.values() for p in paths_in(literal)
+            ):
+                return None
+        journal.note(task_name, seconds(), cached=True)
+        return outputs
+
+    get.guarded = True  # type: ignore[attr-defined]
+    LocalTaskCache.get = staticmethod(get)
+
+
+install_cache_guard()
