@@ -14,7 +14,7 @@ _STORE_ERRNOS = (errno.EBUSY, errno.EREMOTEIO, errno.EIO)
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
 
-def is_passing(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether another try may succeed: after a lost connection, store, engine or rank.
 
     CUDA, NCCL and the parents of engine and trainer raise RuntimeError; its subclasses for code that is missing or goes in

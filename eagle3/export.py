@@ -21,7 +21,7 @@ from eagle3.config.training import ExportConfig
 from eagle3.draft.speculators import FLAGS, LAYER_TYPES, expected_shapes
 from eagle3.files import digest_of
 from eagle3.targets.weights import check_target_dir
-from eagle3.uris import shown
+from eagle3.uris import redact
 from eagle3.vocab import Vocab, load_vocab
 
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -136,7 +136,7 @@ def check_public_name(name: str) -> None:
     """
     if _looks_local(name) or Path(name).exists():
         raise ValueError(
-            f"the exported draft must name its target as others know it, got {shown(name)!r}; set target.public_name to a hub id "
+            f"the exported draft must name its target as others know it, got {redact(name)!r}; set target.public_name to a hub id "
             "such as org/model (a local path would not exist where the draft is served)"
         )
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from eagle3.uris import hiding_secrets, shown, without_secrets
+from eagle3.uris import redact, redact_secrets, redact_text
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,8 +41,8 @@ def is_remote(place: str | Path) -> bool:
     return "://" in str(place)
 
 
-@hiding_secrets()
-def try_often(action: Callable[[], T], url: str, stopped: threading.Event | None = None) -> T:
+@redact_secrets()
+def retry(action: Callable[[], T], url: str, stopped: threading.Event | None = None) -> T:
     """Call `action` until it succeeds, waiting longer each time; a missing or wrong file is not waited for.
 
     Raises:
@@ -58,13 +58,13 @@ def try_often(action: Callable[[], T], url: str, stopped: threading.Event | None
             raise
         # Not every store's connection errors are OSErrors: botocore's are not.
         except Exception as e:
-            told = f"{type(e).__name__}: {without_secrets(str(e))}"
+            told = f"{type(e).__name__}: {redact_text(str(e))}"
             if attempt == TRIES - 1:
                 remedy = "check the store and the free disk space"
                 raise ConnectionError(
-                    f"{shown(url)} could not be reached in {TRIES} tries ({told}); {remedy}"
+                    f"{redact(url)} could not be reached in {TRIES} tries ({told}); {remedy}"
                 ) from e
-            logger.warning("%s: %s, trying again", shown(url), told)
+            logger.warning("%s: %s, trying again", redact(url), told)
             if stopped.wait(FIRST_PAUSE_S * 2**attempt):
                 raise Stopped from e
     raise AssertionError
@@ -89,7 +89,7 @@ def read_bytes(place: str) -> bytes | None:
         return bytes(store.cat_file(path))
 
     try:
-        return try_often(read, place) if is_remote(place) else Path(place).read_bytes()
+        return retry(read, place) if is_remote(place) else Path(place).read_bytes()
     except FileNotFoundError:
         return None
 
@@ -103,7 +103,7 @@ def file_size(place: str) -> int | None:
         return int(store.info(path)["size"])
 
     try:
-        return try_often(look, place) if is_remote(place) else Path(place).stat().st_size
+        return retry(look, place) if is_remote(place) else Path(place).stat().st_size
     except FileNotFoundError:
         return None
 
@@ -116,7 +116,7 @@ def list_files(place: str, pattern: str) -> list[str]:
         store.invalidate_cache()
         return [f"{place}/{found.rpartition('/')[2]}" for found in store.glob(f"{path}/{pattern}")]
 
-    return sorted(try_often(look, place) if is_remote(place) else map(str, Path(place).glob(pattern)))
+    return sorted(retry(look, place) if is_remote(place) else map(str, Path(place).glob(pattern)))
 
 
 def file_version(store: Any, path: str) -> str:
@@ -142,7 +142,7 @@ def file_version(store: Any, path: str) -> str:
     except (ConnectionError, TimeoutError):
         raise
     except OSError as e:
-        raise ValueError(f"{shown(path)} cannot be read ({e}); give a readable file") from e
+        raise ValueError(f"{redact(path)} cannot be read ({e}); give a readable file") from e
     return sha.hexdigest()[:32]
 
 
@@ -158,7 +158,7 @@ def fetch_file(place: str, out: Path) -> None:
         store, path = _store_of(place)
         store.get_file(path, str(out))
 
-    try_often(get, place)
+    retry(get, place)
 
 
 def write_bytes(place: str, data: bytes) -> None:
@@ -184,7 +184,7 @@ def write_bytes(place: str, data: bytes) -> None:
         store, path = _store_of(place)
         store.pipe_file(path, data)
 
-    try_often(write, place)
+    retry(write, place)
 
 
 def move_file(path: Path, place: str) -> None:
@@ -201,11 +201,11 @@ def move_file(path: Path, place: str) -> None:
         store, remote_path = _store_of(place)
         store.put_file(str(path), remote_path)
 
-    try_often(put, place)
+    retry(put, place)
     found, size = file_size(place), path.stat().st_size
     if found != size:
         raise OSError(
-            f"{shown(place)} should have {size} bytes after its upload, the store says {found}; run again"
+            f"{redact(place)} should have {size} bytes after its upload, the store says {found}; run again"
         )
     path.unlink()
 
@@ -221,4 +221,4 @@ def remove_file(place: str) -> None:
         store.rm_file(path)
 
     with suppress(FileNotFoundError):
-        try_often(remove, place)
+        retry(remove, place)

@@ -22,8 +22,8 @@ from pathlib import Path
 import fsspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from eagle3.files import file_size, is_remote, read_bytes, try_often
-from eagle3.uris import hiding_secrets, shown
+from eagle3.files import file_size, is_remote, read_bytes, retry
+from eagle3.uris import redact, redact_secrets
 
 POINTER = "promoted.json"
 FILES = ("model.safetensors", "config.json")
@@ -99,7 +99,7 @@ def decide(
     return Decision(True, text)
 
 
-@hiding_secrets()
+@redact_secrets()
 def current_promotion(place: str) -> Promoted | None:
     """The draft that is served now; None where there is none yet.
 
@@ -112,18 +112,18 @@ def current_promotion(place: str) -> Promoted | None:
     while (later := _read(_record(root, number))) is not None:
         if later.number != number:
             raise ValueError(
-                f"{shown(_record(root, number))} must have its own number {number}, got {later.number}; correct it"
+                f"{redact(_record(root, number))} must have its own number {number}, got {later.number}; correct it"
             )
         found, number = later, number + 1
     if found and file_size(f"{found.export}/{FILES[-1]}") is None:
         raise ValueError(
-            f"the promoted draft {shown(found.export)} is gone; put it back, or move {shown(root)}/{POINTER} and "
+            f"the promoted draft {redact(found.export)} is gone; put it back, or move {redact(root)}/{POINTER} and "
             "promotions/ away to start anew"
         )
     return found
 
 
-@hiding_secrets()
+@redact_secrets()
 def restore_pointer(place: str) -> Promoted | None:
     """The draft that is served now, with promoted.json naming it: a writer that was killed, or a hand, may have added another."""
     root = _root(place)
@@ -133,7 +133,7 @@ def restore_pointer(place: str) -> Promoted | None:
     return current
 
 
-@hiding_secrets()
+@redact_secrets()
 def promote(place: str, export_dir: str, new: Promoted) -> Promoted:
     """Keep a draft and let promoted.json name it.
 
@@ -172,7 +172,7 @@ def _read(path: str) -> Promoted | None:
         return Promoted.model_validate(json.loads(text))
     except (ValueError, ValidationError) as e:
         raise ValueError(
-            f"{shown(path)} does not name a promoted draft ({e}); restore it from promotions/ beside it, or move it away"
+            f"{redact(path)} does not name a promoted draft ({e}); restore it from promotions/ beside it, or move it away"
         ) from e
 
 
@@ -184,7 +184,7 @@ def _keep(export_dir: str, kept_dir: str) -> None:
             continue
         if is_remote(kept):
             store, path = fsspec.core.url_to_fs(kept)
-            try_often(partial(store.put_file, str(source), path), kept)
+            retry(partial(store.put_file, str(source), path), kept)
             continue
         part = Path(f"{kept}.{uuid.uuid4().hex}.part")
         part.parent.mkdir(parents=True, exist_ok=True)
@@ -231,7 +231,7 @@ def _write_new(path: str, data: bytes) -> None:
 def _replace(path: str, data: bytes) -> None:
     if is_remote(path):
         store, name = fsspec.core.url_to_fs(path)
-        try_often(lambda: store.pipe_file(name, data), path)
+        retry(lambda: store.pipe_file(name, data), path)
         return
     _part(path, data).replace(path)
 

@@ -17,22 +17,22 @@ _USER = re.compile(
 _QUERY = re.compile(r"(://[^\s'\"<>?#]*)[?#][^\s'\"<>]*|[?#][\w.~%+-]+=[^\s'\"<>]*")
 
 
-def shown(place: str) -> str:
+def redact(place: str) -> str:
     """The place as it may be shown: a URL without user, password, query and fragment, a path as it is."""
     return re.split("[?#]", _USER.sub("", place), maxsplit=1)[0] if "://" in place else place
 
 
-def name_of(place: str) -> str:
+def base_name(place: str) -> str:
     """The last part of its path; the host of a URL without one."""
-    return shown(place).rstrip("/").rpartition("/")[2]
+    return redact(place).rstrip("/").rpartition("/")[2]
 
 
-def without_secrets(text: str) -> str:
+def redact_text(text: str) -> str:
     """A text with all URLs in it as they may be shown."""
     return _QUERY.sub(r"\1", _USER.sub("", text))
 
 
-def check_place(place: str) -> str:
+def check_uri(place: str) -> str:
     """The place itself.
 
     Raises:
@@ -49,7 +49,7 @@ def check_place(place: str) -> str:
 
 
 @contextmanager
-def hiding_secrets() -> Iterator[None]:
+def redact_secrets() -> Iterator[None]:
     """Let no exception out whose words, or those of what caused it, hold what may not be shown; also a decorator.
 
     Stores and their clients put whole URLs into their messages.
@@ -60,10 +60,10 @@ def hiding_secrets() -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        told = without_secrets(str(e))
+        told = redact_text(str(e))
         if told != str(e):
             raise _kind(e)(told if type(e) is _kind(e) else f"{type(e).__name__}: {told}") from None
-        if any(without_secrets(str(cause)) != str(cause) for cause in _causes(e)):
+        if any(redact_text(str(cause)) != str(cause) for cause in _causes(e)):
             raise e from None
         raise
 

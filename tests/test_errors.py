@@ -9,7 +9,7 @@ import torch.distributed as dist
 from aiohttp import ClientPayloadError
 from botocore.exceptions import EndpointConnectionError, NoCredentialsError
 
-from eagle3.errors import is_out_of_memory, is_passing
+from eagle3.errors import is_out_of_memory, is_transient
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from eagle3.errors import is_out_of_memory, is_passing
     ids=repr,
 )
 def test_lost_connections_stores_engines_and_ranks_may_be_tried_again(error: Exception) -> None:
-    assert is_passing(error)
+    assert is_transient(error)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_lost_connections_stores_engines_and_ranks_may_be_tried_again(error: Exc
     ids=repr,
 )
 def test_what_would_come_again_is_not_tried_again(error: Exception) -> None:
-    assert not is_passing(error)
+    assert not is_transient(error)
 
 
 def caught(action: Any) -> Exception:
@@ -72,5 +72,5 @@ def test_memory_that_torch_cannot_have_is_known_on_a_cpu_and_behind_another_erro
         error = caught(action)
         assert type(error) is RuntimeError
         assert is_out_of_memory(error)
-        assert not is_passing(error)
+        assert not is_transient(error)
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))

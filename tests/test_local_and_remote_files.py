@@ -9,16 +9,7 @@ import fsspec
 import pytest
 
 from eagle3 import files as remote
-from eagle3.files import (
-    Stopped,
-    file_size,
-    is_remote,
-    move_file,
-    read_bytes,
-    remove_file,
-    try_often,
-    write_bytes,
-)
+from eagle3.files import Stopped, file_size, is_remote, move_file, read_bytes, remove_file, retry, write_bytes
 
 
 @pytest.fixture(params=["path", "file", "memory", "s3"])
@@ -123,7 +114,7 @@ def test_what_fails_is_tried_again_after_growing_pauses(
     pauses: list[float], failures: int, error: Exception
 ) -> None:
     action = Failing(failures, error)
-    assert try_often(action, "s3://x") == "done"
+    assert retry(action, "s3://x") == "done"
     assert action.calls == failures + 1
     assert pauses == [0.5, 1, 2, 4][:failures]
 
@@ -136,7 +127,7 @@ def test_what_keeps_failing_is_named_with_its_cause(pauses: list[float]) -> None
     with pytest.raises(
         OSError, match="s3://x could not be reached in 5 tries .RuntimeError: no route.; check the store and"
     ) as e:
-        try_often(action, "s3://x")
+        retry(action, "s3://x")
     assert str(e.value).startswith(error)
     assert (action.calls, e.value.__cause__) == (remote.TRIES, action.error)
 
@@ -149,7 +140,7 @@ def test_no_message_or_log_line_shows_what_a_url_is_signed_with(
     pauses: list[float], caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     with pytest.raises(OSError, match="http://h/x") as e:
-        try_often(Failing(100, error), SIGNED)
+        retry(Failing(100, error), SIGNED)
     assert "http://h/x" in caplog.text or isinstance(error, FileNotFoundError)
     assert "s3cr3t" not in "".join(traceback.format_exception(e.value)) + caplog.text
 
@@ -158,7 +149,7 @@ def test_no_message_or_log_line_shows_what_a_url_is_signed_with(
 def test_what_waiting_cannot_mend_is_not_tried_again(pauses: list[float], error: Exception) -> None:
     action = Failing(1, error)
     with pytest.raises(type(error)):
-        try_often(action, "s3://x")
+        retry(action, "s3://x")
     assert (action.calls, pauses) == (1, [])
 
 
@@ -166,7 +157,7 @@ def test_a_pause_ends_when_nobody_waits() -> None:
     stopped = threading.Event()
     stopped.set()
     with pytest.raises(Stopped):
-        try_often(Failing(1, OSError()), "s3://x", stopped)
+        retry(Failing(1, OSError()), "s3://x", stopped)
 
 
 @pytest.mark.parametrize(

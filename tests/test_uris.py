@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 
-from eagle3.uris import check_place, hiding_secrets, name_of, shown, without_secrets
+from eagle3.uris import base_name, check_uri, redact, redact_secrets, redact_text
 
 # (place, as it may be shown, whether it is refused)
 PLACES = [
@@ -42,13 +42,13 @@ PLACES = [
 
 @pytest.mark.parametrize(("place", "as_shown", "refused"), PLACES)
 def test_a_place_is_shown_without_what_may_be_secret(place: str, as_shown: str, refused: bool) -> None:
-    assert shown(place) == as_shown
-    assert shown(as_shown) == as_shown
+    assert redact(place) == as_shown
+    assert redact(as_shown) == as_shown
     if not refused:
-        assert check_place(place) == place
+        assert check_uri(place) == place
         return
     with pytest.raises(ValueError, match="EAGLE3_SERVER_SECRET") as e:
-        check_place(place)
+        check_uri(place)
     assert not re.search("s3|cr3t|1234", str(e.value).replace("s3://", ""))
 
 
@@ -63,13 +63,13 @@ def test_a_place_is_shown_without_what_may_be_secret(place: str, as_shown: str, 
     ],
 )
 def test_a_place_is_named_by_its_path_alone(place: str, name: str) -> None:
-    assert name_of(place) == name
+    assert base_name(place) == name
 
 
 def test_a_text_loses_the_secrets_of_all_its_urls_and_nothing_else() -> None:
     said = "403, message='Forbidden', url='http://host/a.jsonl?sig=s3cr3t', then s3://k:s3cr3t@b/c (why? a=b); rows.jsonl?sig=s3cr3t"
     assert (
-        without_secrets(said)
+        redact_text(said)
         == "403, message='Forbidden', url='http://host/a.jsonl', then s3://b/c (why? a=b); rows.jsonl"
     )
 
@@ -92,7 +92,7 @@ URL = "http://host/x?sig=s3cr3t"
     ],
 )
 def test_an_error_of_a_store_comes_out_without_secrets(error: Exception, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="http://host/x") as e, hiding_secrets():
+    with pytest.raises(kind, match="http://host/x") as e, redact_secrets():
         raise error
     assert type(e.value) is kind
     assert "s3cr3t" not in "".join(traceback.format_exception(e.value))
@@ -105,6 +105,6 @@ def fail(cause: Exception) -> None:
 def test_an_error_keeps_its_class_and_its_cause_unless_that_holds_secrets() -> None:
     causes = KeyError("plain"), KeyError(URL)
     for cause in causes:
-        with pytest.raises(StrangeError, match="told") as e, hiding_secrets():
+        with pytest.raises(StrangeError, match="told") as e, redact_secrets():
             fail(cause)
         assert ("KeyError" in "".join(traceback.format_exception(e.value))) == (cause is causes[0])

@@ -18,7 +18,7 @@ from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.types.file import FlyteFile
 
 from eagle3.config.training import PromoteConfig
-from eagle3.uris import check_place
+from eagle3.uris import check_uri
 from workflows.recipe import Recipe
 from workflows.retrain_eagle3 import retrain_eagle3
 
@@ -65,7 +65,7 @@ def inputs_of(recipe: Path) -> dict[str, Any]:
             f"{recipe} must have keys of a recipe only ({', '.join(kinds)}), got {', '.join(unknown)}; remove them"
         )
     blocks["evaluate"] = blocks.get("evaluate", {}) | EVALUATE
-    files = {name: FlyteFile(check_place(blocks.pop(name))) for name in ("prompts", "heldout")}
+    files = {name: FlyteFile(check_uri(blocks.pop(name))) for name in ("prompts", "heldout")}
     settings = {
         name: value if isinstance(value, str) else kinds[name](**value) for name, value in blocks.items()
     }

@@ -4,13 +4,13 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from eagle3.uris import check_place, without_secrets
+from eagle3.uris import check_uri, redact_text
 
 # Of a wrong value, characters.
 MAX_SHOWN = 100
 
 # A path or URL in a recipe, without credentials.
-Place = Annotated[str, AfterValidator(check_place)]
+Uri = Annotated[str, AfterValidator(check_uri)]
 
 
 class StageConfig(BaseModel):
@@ -38,5 +38,5 @@ def _fault(block: str, error: Any) -> str:
     if error["type"] == "value_error":
         return f"{key}: {error['ctx']['error']}" if error["loc"] else str(error["ctx"]["error"])
     must = "no such setting, correct or remove it" if error["type"] == "extra_forbidden" else error["msg"]
-    came = without_secrets(repr(error["input"]))
+    came = redact_text(repr(error["input"]))
     return f"{key}: {must}, got {came if len(came) <= MAX_SHOWN else came[:MAX_SHOWN] + '…'}"

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from eagle3.config.base import Place, StageConfig
+from eagle3.config.base import StageConfig, Uri
 
 PresetName = Literal["", "sharegpt", "ultrachat", "magpie", "open_perfectblend", "toolace", "bfcl"]
 
@@ -16,7 +16,7 @@ PRESETS_WITHOUT_PLACE = ("bfcl",)
 class SourceConfig(StageConfig):
     """One source of rows."""
 
-    path: Place = Field(
+    path: Uri = Field(
         default="",
         description="hub data set as name[:subset]:split, file, directory or URL; empty: where the preset's data set lies",
     )

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from eagle3.config.base import Place, StageConfig
+from eagle3.config.base import StageConfig, Uri
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -12,7 +12,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class TargetConfig(StageConfig):
     """Which model the draft is for."""
 
-    name: Place = Field(description="hub id, directory with safetensors, by path or URL, or a .gguf file")
+    name: Uri = Field(description="hub id, directory with safetensors, by path or URL, or a .gguf file")
     revision: str = Field(
         default="", description="hub revision (branch, tag or commit); empty means the default branch"
     )
@@ -20,7 +20,7 @@ class TargetConfig(StageConfig):
         default="",
         description="name written into the exported draft; needed when `name` is a path, else the hub id is used",
     )
-    chat_template: Place = Field(
+    chat_template: Uri = Field(
         default="",
         description="path or URL of a Jinja file that replaces the target's chat template; empty: the target's own",
     )
@@ -140,7 +140,7 @@ class FanOutConfig(StageConfig):
         ge=1,
         description="GPUs of one replica, over which the target is split; of the evaluation too",
     )
-    server_urls: list[Place] = Field(
+    server_urls: list[Uri] = Field(
         default=[],
         description="running vLLM servers that answer and capture instead of replicas, shards dealt out in turn",
     )

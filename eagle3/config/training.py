@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from eagle3.config.base import Place, StageConfig
+from eagle3.config.base import StageConfig, Uri
 from eagle3.config.engine import Dtype
 
 # In no key: a larger disk budget, or another number of GPUs, trains no finished draft anew.
@@ -61,7 +61,7 @@ class TrainConfig(StageConfig):
         default="cosine", description="after warm-up, down to zero"
     )
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradient clipping threshold, L2 norm")
-    init_from: Place = Field(
+    init_from: Uri = Field(
         default="",
         description="draft to go on from, in the Speculators format: hub id, directory, URL or runs/<run_name>; its vocabulary "
         "and norm flags then hold; empty starts afresh",
@@ -149,7 +149,7 @@ class ExportConfig(StageConfig):
 class PromoteConfig(StageConfig):
     """promote: the draft that is served, and when another takes its place."""
 
-    place: Place = Field(
+    place: Uri = Field(
         min_length=1,
         description="directory or URL that keeps promoted.json and the promoted drafts; remote: a URL",
     )

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 from fsspec.utils import infer_compression
 
-from eagle3.uris import shown
+from eagle3.uris import redact
 
 Row = dict[str, Any]
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -48,7 +48,7 @@ class RepeatedKeyError(ValueError):
 
 def file_format(path: str) -> str | None:
     """`jsonl`, `json` or `parquet` by the file's name, compressed or not; None for another."""
-    path = shown(path)
+    path = redact(path)
     for compression in COMPRESSIONS:
         path = path.removesuffix(compression)
     return next((kind for suffix, kind in FORMATS.items() if path.endswith(suffix)), None)
@@ -67,8 +67,8 @@ def read_file(path: str, name: str) -> Iterator[Record]:
     kind = file_format(path) or "jsonl"
     first_fault, num_faults, is_sound = "", 0, False
     try:
-        with fsspec.open(path, "rb", compression=infer_compression(shown(path))) as file:
-            for record in _read_open_file(file, kind, shown(path), name):
+        with fsspec.open(path, "rb", compression=infer_compression(redact(path))) as file:
+            for record in _read_open_file(file, kind, redact(path), name):
                 if record.row is not None:
                     is_sound = True
                 elif not is_sound:
@@ -82,15 +82,15 @@ def read_file(path: str, name: str) -> Iterator[Record]:
     except (OSError, EOFError, zlib.error, ImportError) as e:
         reason = getattr(e, "strerror", None) or str(e)
         raise ValueError(
-            f"{shown(path)} cannot be read ({reason}); give a whole, readable {kind} file"
+            f"{redact(path)} cannot be read ({reason}); give a whole, readable {kind} file"
         ) from e
     if not is_sound and first_fault:
         raise ValueError(
-            f"{shown(path)}: none of the first {num_faults} rows can be read as {kind}; {first_fault}"
+            f"{redact(path)}: none of the first {num_faults} rows can be read as {kind}; {first_fault}"
         )
     if not is_sound:
         raise ValueError(
-            f"{shown(path)} has no rows; write one JSON object with messages or a prompt on each line"
+            f"{redact(path)} has no rows; write one JSON object with messages or a prompt on each line"
         )
 
 

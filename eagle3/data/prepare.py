@@ -25,7 +25,7 @@ from eagle3.data.encode import EncoderPool, Outcome, RowEncoder, Task, tokens_ke
 from eagle3.data.sources import read_source, source_name, source_path
 from eagle3.data.tally import SourceTally, total_figures
 from eagle3.shards.tokens import HELDOUT_NAME, TokenRow, TokenShardSummary, is_tool_task, write_token_shard
-from eagle3.uris import shown
+from eagle3.uris import redact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -160,7 +160,7 @@ def _read_heldout(
     )
     if not rows:
         raise ValueError(
-            f"{shown(source_path(heldout))}: none of {tally.read} held-out prompts is left, dropped {dict(tally.dropped)}; "
+            f"{redact(source_path(heldout))}: none of {tally.read} held-out prompts is left, dropped {dict(tally.dropped)}; "
             f"raise data.max_prompt_tokens or add shorter prompts{tally.first_example()}"
         )
     _check_dropped(heldout, tally, cfg)
@@ -253,7 +253,7 @@ def _check_dropped(source: SourceConfig, tally: SourceTally, cfg: DataConfig) ->
     if num_dropped > cfg.max_dropped_share * tally.read:
         reasons = ", ".join(f"{reason} {rows}" for reason, rows in tally.dropped.most_common())
         raise ValueError(
-            f"{shown(source_path(source))}: {num_dropped} of {tally.read} rows dropped ({reasons}), more than "
+            f"{redact(source_path(source))}: {num_dropped} of {tally.read} rows dropped ({reasons}), more than "
             f"data.max_dropped_share = {cfg.max_dropped_share}; mend the source, raise data.max_prompt_tokens, or "
             f"raise the share{tally.first_example()}"
         )
@@ -270,7 +270,7 @@ def _check_training(cfg: DataConfig, tallies: list[SourceTally], num_shards: int
     remedy = (
         f"lower data.rows_per_shard to {fitting} or data.min_shards" if fitting else "lower data.min_shards"
     )
-    places = ", ".join(shown(source_path(source)) for source in cfg.sources)
+    places = ", ".join(redact(source_path(source)) for source in cfg.sources)
     raise ValueError(
         f"{places}: {num_rows} usable rows of {sum(tally.read for tally in tallies)} fill "
         f"{num_shards} shards of data.rows_per_shard = {cfg.rows_per_shard}, data.min_shards = {cfg.min_shards} are required; "

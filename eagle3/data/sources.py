@@ -17,8 +17,8 @@ from eagle3.config.data import DataConfig, SourceConfig
 from eagle3.data.files import Record, file_format, read_file
 from eagle3.data.presets import PRESETS
 from eagle3.files import digest_of, file_version
-from eagle3.targets.hub import connection_faults, hub_commit
-from eagle3.uris import hiding_secrets, name_of, shown
+from eagle3.targets.hub import connection_errors, hub_commit
+from eagle3.uris import base_name, redact, redact_secrets
 
 HUB_PLACE = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::([\w.-]+))?:([\w.-]+(?:\[[\w:%-]*\])?)")
 REFUSALS = (400, 401, 403)
@@ -34,7 +34,7 @@ def source_path(source: SourceConfig) -> str:
 def source_name(source: SourceConfig) -> str:
     """What rows and report call a source; free of directories and queries, so that digests do not depend on them."""
     path = source_path(source)
-    return source.name or (path if hub_parts(path) else name_of(path))
+    return source.name or (path if hub_parts(path) else base_name(path))
 
 
 def without_places(data: DataConfig) -> DataConfig:
@@ -70,7 +70,7 @@ def hub_parts(path: str) -> tuple[str, str, str] | None:
     return match[1], match[2] or "", match[3]
 
 
-@hiding_secrets()
+@redact_secrets()
 def resolve_source(source: SourceConfig) -> tuple[str, str]:
     """Find a source's place and version, as of now, without reading rows.
 
@@ -88,7 +88,7 @@ def resolve_source(source: SourceConfig) -> tuple[str, str]:
     filesystem, files, _ = _list_files(path)
     if len(files) == 1:
         return path, file_version(filesystem, files[0])
-    names = list(map(name_of, files))
+    names = list(map(base_name, files))
     versions = [file_version(filesystem, file) for file in files]
     return path, digest_of(*(part for pair in zip(names, versions, strict=True) for part in pair))
 
@@ -110,7 +110,7 @@ def read_source(source: SourceConfig) -> Iterator[Record]:
         ValueError: if it cannot be read as a whole (eagle3/data/files.py); names file, row and remedy.
     """
     path, name = source_path(source), source_name(source)
-    with hiding_secrets():
+    with redact_secrets():
         if parts := hub_parts(path):
             yield from _read_hub(*parts, source.revision, name)
             return
@@ -132,7 +132,7 @@ def _read_hub(repository: str, subset: str, split: str, revision: str, name: str
             yield Record(f"{name}, row {number}", row)
     except (ConnectionError, TimeoutError):
         raise
-    except connection_faults() as e:
+    except connection_errors() as e:
         raise ConnectionError(
             f"data set {repository}, behind row {number}: {type(e).__name__}: {e}; run again"
         ) from e
@@ -156,31 +156,31 @@ def _list_files(path: str) -> tuple[Any, list[str], str]:
         raise
     except (OSError, ValueError, ImportError) as e:
         raise ValueError(
-            f"source {shown(path)} cannot be read ({e}); give a readable file, directory or URL"
+            f"source {redact(path)} cannot be read ({e}); give a readable file, directory or URL"
         ) from e
     except Exception as e:  # HTTP stores' answers are errors of their own
         if getattr(e, "status", None) not in REFUSALS:
             raise
         raise ValueError(
-            f"source {shown(path)} is refused ({e}); give credentials, or a URL that is signed anew"
+            f"source {redact(path)} is refused ({e}); give credentials, or a URL that is signed anew"
         ) from e
     hidden = [f for f in found if any(part.startswith((".", "_")) for part in _inside(f, root).split("/"))]
     files = [f for f in found if file_format(f) and f not in hidden]
     if not files:
         raise ValueError(
-            f"source {shown(path)} has no JSONL, JSON or Parquet file; give a directory that holds some"
+            f"source {redact(path)} has no JSONL, JSON or Parquet file; give a directory that holds some"
         )
     if skipped := len(found) - len(files):
-        logger.warning("source %s: %d files of other formats or hidden are not read", shown(path), skipped)
+        logger.warning("source %s: %d files of other formats or hidden are not read", redact(path), skipped)
     return filesystem, files, root
 
 
 def _inside(file: str, root: str) -> str:
     """A file's path in the directory that was listed."""
-    return shown(file)[len(shown(root)) :]
+    return redact(file)[len(redact(root)) :]
 
 
-@hiding_secrets()
+@redact_secrets()
 def source_files(source: SourceConfig) -> tuple[Any, list[str]]:
     """File system and files that `read_source` reads, in order; none for a hub data set."""
     path = source_path(source)

@@ -27,7 +27,7 @@ from eagle3.files import digest_of
 from eagle3.targets.hub import download_from_hub, hub_commit
 from eagle3.targets.properties import aux_layer_ids
 from eagle3.targets.weights import LENGTH_DEPENDENT_ROPE
-from eagle3.uris import hiding_secrets, shown
+from eagle3.uris import redact, redact_secrets
 
 logger = logging.getLogger(__name__)
 FILES = ("config.json", "model.safetensors")
@@ -38,7 +38,7 @@ IGNORED_TENSORS = (
 )  # the embedding is the target's; the maps have checks of their own
 
 
-@hiding_secrets()
+@redact_secrets()
 def resolve_initial(init_from: str, revision: str = "") -> tuple[str, str]:
     """Find what `init_from` stands for now, without fetching it.
 
@@ -57,11 +57,11 @@ def resolve_initial(init_from: str, revision: str = "") -> tuple[str, str]:
     if _is_hub_id(place):
         return place, hub_commit("initial draft", place, revision)
     if revision:
-        logger.warning("train.init_revision %r is ignored: %s is not on the hub", revision, shown(init_from))
+        logger.warning("train.init_revision %r is ignored: %s is not on the hub", revision, redact(init_from))
     return place, _content_digest(place)
 
 
-@hiding_secrets()
+@redact_secrets()
 def fetch_initial(place: str, digest: str, target: dict[str, Any], out_dir: str | Path) -> None:
     """Put the draft's files into `out_dir`, its config.json completed by `complete_config`.
 
@@ -76,11 +76,11 @@ def fetch_initial(place: str, digest: str, target: dict[str, Any], out_dir: str 
     out = Path(out_dir)
     _copy_files(place, digest, out, FILES)
     if not _is_hub_id(place) and _content_digest(str(out)) != digest:
-        raise ValueError(f"initial draft {shown(place)} changed while the run was going on; run again")
+        raise ValueError(f"initial draft {redact(place)} changed while the run was going on; run again")
     (out / "config.json").write_text(json.dumps(_completed(place, out, target), indent=2))
 
 
-@hiding_secrets()
+@redact_secrets()
 def read_settings(place: str, digest: str, target: dict[str, Any]) -> dict[str, Any]:
     """The completed config.json alone, for a check before anything expensive starts; arguments as for `fetch_initial`."""
     with tempfile.TemporaryDirectory() as out:
@@ -102,7 +102,7 @@ def _completed(place: str, copy: Path, target: dict[str, Any]) -> dict[str, Any]
     try:
         return complete_config(read_config(copy), target, aux_layer_ids([], target["num_hidden_layers"]))
     except ValueError as e:
-        raise ValueError(f"initial draft {shown(place)}: {e}") from e
+        raise ValueError(f"initial draft {redact(place)}: {e}") from e
 
 
 def check_initial(draft_dir: str | Path, target: dict[str, Any], layer_ids: list[int]) -> None:
@@ -219,7 +219,7 @@ def _open(place: str, name: str) -> Any:
         return fsspec.open(f"{place}/{name}", "rb").open()
     except FileNotFoundError as e:
         raise ValueError(
-            f"initial draft {shown(place)} has no {name}; give a draft in the Speculators format, its weights in one file"
+            f"initial draft {redact(place)} has no {name}; give a draft in the Speculators format, its weights in one file"
         ) from e
 
 

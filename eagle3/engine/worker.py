@@ -125,13 +125,13 @@ def _answer(engine: Any, request: dict[str, Any], report: Report) -> Any:
 def _play(engine: Any, request: dict[str, Any], report: Report) -> dict[str, Any]:
     from eagle3.config.engine import RegenerateConfig
     from eagle3.regenerate.answer_log import AnswerLog
-    from eagle3.regenerate.generator import Player
+    from eagle3.regenerate.generator import AnswerGenerator
     from eagle3.shards.tokens import read_token_shard, summarise_rows, write_token_shard
 
     cfg = RegenerateConfig(**request["regenerate"])
     with AnswerLog(request["log_place"]) as log:
         rows = read_token_shard(request["token_shard_path"])
-        player = Player(rows, engine.target_dir, cfg, request["max_model_len"], log)
+        player = AnswerGenerator(rows, engine.target_dir, cfg, request["max_model_len"], log)
         requests = player.start()
         report.begin(player.num_turns, "user turns", lambda: player.num_turns_over)
         if requests:

@@ -18,7 +18,7 @@ from eagle3.data.files import COMPRESSIONS, Record, file_format
 from eagle3.data.sources import hub_parts, read_source, source_files, source_name, source_path
 from eagle3.planning.estimates import Workload
 from eagle3.shards.tokens import is_tool_task
-from eagle3.uris import shown
+from eagle3.uris import redact
 
 COUNT_ROWS = 2000
 SAMPLE_ROWS = 400
@@ -70,7 +70,7 @@ def survey(
         num_heldout += bool(outcome.rows)
     if not num_heldout:
         raise ValueError(
-            f"{shown(source_path(heldout))}: no held-out prompt is left; raise data.max_prompt_tokens or add shorter prompts"
+            f"{redact(source_path(heldout))}: no held-out prompt is left; raise data.max_prompt_tokens or add shorter prompts"
         )
     encoder = RowEncoder(tokenizer, cfg, frozenset(keys))
     seen: set[str] = set()
@@ -102,7 +102,7 @@ def _survey_source(
     dropped = 1 - kept / read if read else 1.0
     if dropped > cfg.max_dropped_share and kept != source.max_rows:
         raise ValueError(
-            f"{shown(source_path(source))}: {read - kept} of the first {read} rows cannot be used, more than "
+            f"{redact(source_path(source))}: {read - kept} of the first {read} rows cannot be used, more than "
             f"data.max_dropped_share = {cfg.max_dropped_share}; mend the source, raise data.max_prompt_tokens, or raise the share"
         )
     if is_whole or not kept:
@@ -127,7 +127,7 @@ def _count_rows(source: SourceConfig, records: Sequence[Record]) -> int:
     sizes = [record.size for record in records if record.size]
     total = 0.0
     for file in files:
-        if shown(file).endswith(COMPRESSIONS):
+        if redact(file).endswith(COMPRESSIONS):
             return 0
         if file_format(file) == "parquet":
             import pyarrow.parquet as pq

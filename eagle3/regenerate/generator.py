@@ -17,7 +17,7 @@ WARN_AT_LIMIT = 0.2
 logger = logging.getLogger(__name__)
 
 
-class Player:
+class AnswerGenerator:
     """All conversations of a shard: `num_turns_over` of `num_turns` user turns need no more answers.
 
     Args:
@@ -91,7 +91,7 @@ class Player:
         return None if prompt is None else Request(prompt, self.sampling[self.rows[i].source])
 
 
-def accounts_text(counts: dict[str, int]) -> str:
+def outcomes_text(counts: dict[str, int]) -> str:
     """One line for people: requested = answered + failed + skipped, failures by reason."""
     failures = sorted(
         (name.partition(": ")[2], number) for name, number in counts.items() if name.startswith("failed: ")
@@ -116,7 +116,7 @@ def check_any_left(num_rows: int, counts: dict[str, int]) -> None:
     """
     if not num_rows:
         raise ValueError(
-            f"the target must say {MIN_ANSWER_TOKENS} tokens or more in one conversation at least, got {accounts_text(counts)}; "
+            f"the target must say {MIN_ANSWER_TOKENS} tokens or more in one conversation at least, got {outcomes_text(counts)}; "
             "raise regenerate.max_new_tokens if it is below that, or replace prompts that the target ends at once"
         )
 

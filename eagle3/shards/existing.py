@@ -15,7 +15,7 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from eagle3.files import file_size, is_remote, read_bytes, try_often
+from eagle3.files import file_size, is_remote, read_bytes, retry
 from eagle3.shards.hidden_states import MANIFEST_NAME, check_chunk_size, parse_manifest
 from eagle3.shards.tokens import (
     HELDOUT_NAME,
@@ -25,7 +25,7 @@ from eagle3.shards.tokens import (
     read_token_shard,
     summarise_rows,
 )
-from eagle3.uris import check_place, hiding_secrets, shown
+from eagle3.uris import check_uri, redact, redact_secrets
 
 REMOTE_HINT = "correct it, and in a remote run give a URL like s3://bucket/shards: a pod cannot read directories of your machine"
 # safetensors' own limit.
@@ -62,7 +62,7 @@ def listing(kind: str, target: dict[str, str], shards: Iterable[dict[str, Any]])
     return json.dumps({"kind": kind, "target": target, "shards": list(shards)}, indent=1)
 
 
-@hiding_secrets()
+@redact_secrets()
 def find_token_shards(
     places: Sequence[str], target: dict[str, str], vocab_size: int, heldout: list[TokenRow]
 ) -> list[ExistingTokens]:
@@ -89,7 +89,7 @@ def find_token_shards(
     return found
 
 
-@hiding_secrets()
+@redact_secrets()
 def find_hidden_states(
     places: Sequence[str],
     target: dict[str, str],
@@ -113,7 +113,7 @@ def find_hidden_states(
         _check_made_for(place, _target_of(manifest), target)
         if (theirs := manifest["info"].get("layer_ids")) != layer_ids:
             raise ValueError(
-                f"{shown(place)} holds the aux layers {theirs}, this run wants {layer_ids}; set extract.layer_ids to the former"
+                f"{redact(place)} holds the aux layers {theirs}, this run wants {layer_ids}; set extract.layer_ids to the former"
             )
         rows = [row for entry in manifest["chunks"] for row in _chunk_rows(f"{place}/{entry['file']}", entry)]
         _check_ids(place, rows, vocab_size)
@@ -130,7 +130,7 @@ def _expand(places: Sequence[str], kind: str, target: dict[str, str], inside: An
             "at least one shard must be given, got none; name files, directories or a listing in `shards`"
         )
     found: list[str] = []
-    for given in map(check_place, places):
+    for given in map(check_uri, places):
         place = given.rstrip("/") if is_remote(given) else str(Path(given).expanduser().resolve())
         found += _listed(place, kind, target) if place.endswith(".json") else inside(place)
     return found
@@ -139,7 +139,7 @@ def _expand(places: Sequence[str], kind: str, target: dict[str, str], inside: An
 def _listed(place: str, kind: str, target: dict[str, str]) -> list[str]:
     text = read_bytes(place)
     if text is None:
-        raise ValueError(f"{shown(place)}: no such listing; {REMOTE_HINT}")
+        raise ValueError(f"{redact(place)}: no such listing; {REMOTE_HINT}")
     try:
         content = json.loads(text)
         found, made_for, shards = (
@@ -150,15 +150,15 @@ def _listed(place: str, kind: str, target: dict[str, str]) -> list[str]:
         dict(made_for)
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(
-            f"{shown(place)} is not a listing of shards ({e!r}); give {kind}.json of a run, or the shards themselves"
+            f"{redact(place)} is not a listing of shards ({e!r}); give {kind}.json of a run, or the shards themselves"
         ) from e
     if found != kind:
         other = {"token_shards": "train_from_shards", "hidden_states": "train_from_states"}.get(
             found, "no workflow"
         )
-        raise ValueError(f"{shown(place)} lists {found}, this workflow starts from {kind}; {other} takes it")
+        raise ValueError(f"{redact(place)} lists {found}, this workflow starts from {kind}; {other} takes it")
     _check_made_for(place, made_for, target)
-    return list(map(check_place, shards))
+    return list(map(check_uri, shards))
 
 
 def _parquet_files(place: str) -> list[str]:
@@ -166,7 +166,7 @@ def _parquet_files(place: str) -> list[str]:
         return [place]
     names = [name for name in _names(place) if name.endswith(".parquet") and name != HELDOUT_NAME]
     if not names:
-        raise ValueError(f"{shown(place)} holds no token shard (*.parquet); {REMOTE_HINT}")
+        raise ValueError(f"{redact(place)} holds no token shard (*.parquet); {REMOTE_HINT}")
     return [f"{place}/{name}" for name in names]
 
 
@@ -181,7 +181,7 @@ def _shard_dirs(place: str) -> list[str]:
     ]
     if not inside:
         raise ValueError(
-            f"{shown(place)} holds no finished hidden-state shard ({MANIFEST_NAME}); {REMOTE_HINT}"
+            f"{redact(place)} holds no finished hidden-state shard ({MANIFEST_NAME}); {REMOTE_HINT}"
         )
     return inside
 
@@ -195,11 +195,7 @@ def _names(place: str) -> list[str]:
         return sorted({str(name).rstrip("/").rpartition("/")[2] for name in store.ls(path, detail=False)})
 
     with suppress(FileNotFoundError, NotADirectoryError):
-        return (
-            try_often(look, place)
-            if is_remote(place)
-            else sorted(path.name for path in Path(place).iterdir())
-        )
+        return retry(look, place) if is_remote(place) else sorted(path.name for path in Path(place).iterdir())
     return []
 
 
@@ -208,7 +204,7 @@ def _token_rows(place: str) -> list[TokenRow]:
         return read_token_shard(place)
     data = read_bytes(place)
     if data is None:
-        raise ValueError(f"{shown(place)}: no such token shard; {REMOTE_HINT}")
+        raise ValueError(f"{redact(place)}: no such token shard; {REMOTE_HINT}")
     with TemporaryDirectory() as directory:
         copy = Path(directory) / "shard.parquet"
         copy.write_bytes(data)
@@ -222,10 +218,10 @@ def _chunk_rows(place: str, entry: dict[str, Any]) -> list[TokenRow]:
     """Token ids and loss masks of a chunk: two ranges of the file, whatever the size of its states."""
     check_chunk_size(file_size(place), entry, place)
     try:
-        ids, mask = try_often(lambda: _read_ranges(place, entry["bytes"], sum(entry["lengths"])), place)
+        ids, mask = retry(lambda: _read_ranges(place, entry["bytes"], sum(entry["lengths"])), place)
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(
-            f"{shown(place)} is not a chunk of hidden states ({e}); delete its shard and extract it again"
+            f"{redact(place)} is not a chunk of hidden states ({e}); delete its shard and extract it again"
         ) from e
     rows, start = [], 0
     for sample_id, length in zip(entry["sample_ids"], entry["lengths"], strict=True):
@@ -271,7 +267,7 @@ def _target_of(manifest: dict[str, Any]) -> dict[str, str]:
 def _check_made_for(place: str, theirs: dict[str, str], target: dict[str, str]) -> None:
     if theirs.get("digest") != target["digest"]:
         raise ValueError(
-            f"{shown(place)} was made for the target {theirs.get('name')}, revision {theirs.get('revision')}, digest "
+            f"{redact(place)} was made for the target {theirs.get('name')}, revision {theirs.get('revision')}, digest "
             f"{theirs.get('digest')}; this run's is {target['name']}, revision {target['revision']}, digest {target['digest']}: "
             "set target.name and target.revision (and its chat template) to the former, or make new shards"
         )
@@ -281,7 +277,7 @@ def _check_ids(place: str, rows: list[TokenRow], vocab_size: int) -> None:
     for row in rows:
         if not row.token_ids or not 0 <= min(row.token_ids) <= max(row.token_ids) < vocab_size:
             raise ValueError(
-                f"{shown(place)}: row {row.sample_id} needs token ids from 0 to {vocab_size - 1}, the target's; "
+                f"{redact(place)}: row {row.sample_id} needs token ids from 0 to {vocab_size - 1}, the target's; "
                 "it was prepared for another target: prepare it again with this one's tokenizer"
             )
 
@@ -292,7 +288,7 @@ def _check_heldout(place: str, rows: list[TokenRow], heldout: list[TokenRow]) ->
     num_shared = sum(row.sample_id.partition(":")[0] in openings for row in rows)
     if num_shared:
         raise ValueError(
-            f"{shown(place)}: {num_shared} of {len(rows)} rows begin with a held-out prompt, so the measurement would flatter; "
+            f"{redact(place)}: {num_shared} of {len(rows)} rows begin with a held-out prompt, so the measurement would flatter; "
             "give heldout other prompts, or prepare the shards with this heldout file"
         )
 
@@ -302,6 +298,6 @@ def _check_distinct(shards: list[tuple[str, str]]) -> None:
     for place, digest in shards:
         if digest in seen:
             raise ValueError(
-                f"{shown(place)} and {shown(seen[digest])} are the same shard (digest {digest}); give each once"
+                f"{redact(place)} and {redact(seen[digest])} are the same shard (digest {digest}); give each once"
             )
         seen[digest] = place

@@ -5,12 +5,12 @@ import shutil
 from pathlib import Path
 
 from eagle3.files import is_remote, read_bytes
-from eagle3.uris import hiding_secrets, shown
+from eagle3.uris import redact, redact_secrets
 
 FILE_NAME = "chat_template.jinja"
 
 
-@hiding_secrets()
+@redact_secrets()
 def read_chat_template(place: str) -> str:
     """Read a Jinja file by path or URL.
 
@@ -27,22 +27,22 @@ def read_chat_template(place: str) -> str:
         raise
     except (OSError, ValueError, ImportError) as e:
         raise ValueError(
-            f"target.chat_template {shown(place)} cannot be read ({e}); give the path or URL of a Jinja file"
+            f"target.chat_template {redact(place)} cannot be read ({e}); give the path or URL of a Jinja file"
         ) from e
     if not (data or b"").strip():
         what = "is empty" if data is not None else "is not there"
-        raise ValueError(f"target.chat_template {shown(place)} {what}; give the path or URL of a Jinja file")
+        raise ValueError(f"target.chat_template {redact(place)} {what}; give the path or URL of a Jinja file")
     try:
         text = (data or b"").decode()
         # Compiled as for a conversation, with the tags that only chat templates have; none is rendered.
         render_jinja_template([], chat_template=text)
     except UnicodeDecodeError as e:
         raise ValueError(
-            f"target.chat_template {shown(place)} must be UTF-8 text ({e}); give a Jinja file"
+            f"target.chat_template {redact(place)} must be UTF-8 text ({e}); give a Jinja file"
         ) from e
     except jinja2.TemplateSyntaxError as e:
         raise ValueError(
-            f"target.chat_template {shown(place)}, line {e.lineno}: {e.message}; correct the template"
+            f"target.chat_template {redact(place)}, line {e.lineno}: {e.message}; correct the template"
         ) from e
     return text
 

@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from eagle3.uris import hiding_secrets
+from eagle3.uris import redact_secrets
 
 
-@hiding_secrets()
+@redact_secrets()
 def hub_commit(what: str, name: str, revision: str, kind: Literal["model", "dataset"] = "model") -> str:
     """Find the commit that `revision` (empty: the default branch) of a hub id stands for now.
 
@@ -29,11 +29,11 @@ def hub_commit(what: str, name: str, revision: str, kind: Literal["model", "data
     look_up = api.dataset_info if kind == "dataset" else api.model_info
     try:
         return str(look_up(name, revision=revision or None, timeout=20).sha)
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, *connection_faults(), OSError) as e:
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, *connection_errors(), OSError) as e:
         raise _hub_error(what, name, revision, e) from e
 
 
-@hiding_secrets()
+@redact_secrets()
 def download_from_hub(
     what: str,
     name: str,
@@ -54,19 +54,19 @@ def download_from_hub(
             allow_patterns=list(patterns),
             ignore_patterns=list(ignored),
         )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, *connection_faults(), OSError) as e:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, *connection_errors(), OSError) as e:
         raise _hub_error(what, name, revision, e) from e
     shutil.rmtree(Path(out_dir) / ".cache", ignore_errors=True)
 
 
-def connection_faults() -> tuple[type[Exception], ...]:
+def connection_errors() -> tuple[type[Exception], ...]:
     """What the hub's client raises where the network fails: errors of httpx, in newer releases of httpx2."""
     return tuple(import_module(name).TransportError for name in ("httpx", "httpx2") if find_spec(name))
 
 
 def _hub_error(what: str, name: str, revision: str, error: Exception) -> Exception:
     status = getattr(getattr(error, "response", None), "status_code", None)
-    passing = isinstance(error, connection_faults()) or (
+    passing = isinstance(error, connection_errors()) or (
         status is not None and (status == 429 or status >= 500)
     )
     return (ConnectionError if passing else ValueError)(

@@ -18,7 +18,7 @@ from eagle3.config.engine import TargetConfig
 from eagle3.files import digest_of, fetch_file, file_version, is_remote, read_bytes
 from eagle3.targets.chat_template import put_chat_template, read_chat_template
 from eagle3.targets.hub import download_from_hub, hub_commit
-from eagle3.uris import hiding_secrets, name_of, shown
+from eagle3.uris import base_name, redact, redact_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def target_kind(name: str) -> Literal["hub", "directory", "url", "gguf"]:
     return "hub"
 
 
-@hiding_secrets()
+@redact_secrets()
 def identify_target(cfg: TargetConfig) -> tuple[str, str, str]:
     """Find a target's identity without fetching it.
 
@@ -93,8 +93,8 @@ def _identify_model(cfg: TargetConfig) -> tuple[str, str, str]:
         return cfg.name, commit, digest_of(cfg.name, commit)
     if kind == "url":
         store, files_there = _files_at(cfg.name)
-        digest = digest_of(*(part for f in files_there for part in (name_of(f), file_version(store, f))))
-        return cfg.public_name or name_of(cfg.name), digest, digest
+        digest = digest_of(*(part for f in files_there for part in (base_name(f), file_version(store, f))))
+        return cfg.public_name or base_name(cfg.name), digest, digest
     path = Path(cfg.name).expanduser().resolve()
     files = [path] if kind == "gguf" else _model_files(path)
     names = ["gguf"] if kind == "gguf" else [f.name for f in files]  # a renamed GGUF file is the same model
@@ -104,7 +104,7 @@ def _identify_model(cfg: TargetConfig) -> tuple[str, str, str]:
     return cfg.public_name or path.name.removesuffix(".gguf"), digest, digest
 
 
-@hiding_secrets()
+@redact_secrets()
 def read_config(cfg: TargetConfig) -> dict[str, Any]:
     """Read a target's config.json alone, by which settings are refused before its weights are fetched.
 
@@ -128,12 +128,12 @@ def read_config(cfg: TargetConfig) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(text or b"")
     except ValueError as e:
         raise ValueError(
-            f"target {shown(cfg.name)} has no readable config.json ({e}); give one that save_pretrained wrote"
+            f"target {redact(cfg.name)} has no readable config.json ({e}); give one that save_pretrained wrote"
         ) from e
     return config
 
 
-@hiding_secrets()
+@redact_secrets()
 def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:
     """Put config, tokenizer and safetensors weights into `out_dir`. For a hub id, pin `cfg.revision` to the commit found before.
 
@@ -147,7 +147,7 @@ def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:
     if kind == "hub":
         download_from_hub("target", cfg.name, cfg.revision, out, FILE_PATTERNS, IGNORED_PATTERNS)
     elif kind == "url":
-        for name in map(name_of, _files_at(cfg.name)[1]):
+        for name in map(base_name, _files_at(cfg.name)[1]):
             fetch_file(f"{cfg.name.rstrip('/')}/{name}", out / name)
     elif kind == "gguf":
         _convert_gguf(Path(cfg.name).expanduser().resolve(), out)
@@ -156,13 +156,13 @@ def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:
             shutil.copyfile(file, out / file.name)
     if not any(out.glob("*.safetensors")):
         raise ValueError(
-            f"target {shown(cfg.name)} has no *.safetensors weights; save it with save_pretrained and give that directory"
+            f"target {redact(cfg.name)} has no *.safetensors weights; save it with save_pretrained and give that directory"
         )
     if template:
         put_chat_template(out, template)
 
 
-@hiding_secrets()
+@redact_secrets()
 def fetch_tokenizer(cfg: TargetConfig, out_dir: str | Path) -> None:
     """Put what `fetch_target` does into `out_dir`, the weights left out: config, tokenizer, chat template; raises as it does."""
     template = read_chat_template(cfg.chat_template) if cfg.chat_template else ""
@@ -172,7 +172,7 @@ def fetch_tokenizer(cfg: TargetConfig, out_dir: str | Path) -> None:
         patterns = [pattern for pattern in FILE_PATTERNS if pattern != WEIGHT_PATTERN]
         download_from_hub("target", cfg.name, cfg.revision, out, patterns, IGNORED_PATTERNS)
     elif kind == "url":
-        for name in map(name_of, _files_at(cfg.name)[1]):
+        for name in map(base_name, _files_at(cfg.name)[1]):
             if not Path(name).match(WEIGHT_PATTERN):
                 fetch_file(f"{cfg.name.rstrip('/')}/{name}", out / name)
     elif kind == "gguf":
@@ -198,14 +198,14 @@ def _files_at(url: str) -> tuple[Any, list[str]]:
         raise
     except (OSError, ValueError, ImportError) as e:
         raise ValueError(
-            f"target {shown(url)} cannot be listed ({e}); give the URL of a directory that save_pretrained wrote"
+            f"target {redact(url)} cannot be listed ({e}); give the URL of a directory that save_pretrained wrote"
         ) from e
-    names = {name_of(path): path for path in found}
+    names = {base_name(path): path for path in found}
     wanted = [name for name in sorted(names) if any(fnmatch(name, pattern) for pattern in FILE_PATTERNS)]
     files = [names[name] for name in wanted if not fnmatch(name, "consolidated*")]
     if "config.json" not in names or not any(fnmatch(name, WEIGHT_PATTERN) for name in wanted):
         raise ValueError(
-            f"target {shown(url)} has no config.json or no *.safetensors weights; give the directory that save_pretrained wrote"
+            f"target {redact(url)} has no config.json or no *.safetensors weights; give the directory that save_pretrained wrote"
         )
     return store, files
 

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 INDEX_PATTERN = "*.safetensors.index.json"
 
 
-def distrust(target_dir: str | Path) -> None:
+def sanitize(target_dir: str | Path) -> None:
     """Make a fetched target safe to load.
 
     Raises:

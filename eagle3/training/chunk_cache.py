@@ -31,7 +31,7 @@ NEAR_PACKS = 64
 CACHED_NAME = re.compile(r"chunk-\d{7}-[0-9a-f]{64}\.safetensors(\.part)?")
 
 
-class Course:
+class ReadSchedule:
     """One reader's way through its packs. All of it is guarded by the cache's lock, `stopped` excepted.
 
     needs: the chunks of every pack. position: the first pack that is not read yet; all distances count from there.
@@ -102,7 +102,7 @@ class ChunkCache:
         self.stored: set[int] = set()
         self.checked: set[int] = set()
         self.pins: Counter[int] = Counter()
-        self.courses: list[Course] = []
+        self.courses: list[ReadSchedule] = []
         self.changed = threading.Condition()
         if any(chunk.is_remote for chunk in chunks):
             if cache_dir is None:
@@ -134,7 +134,7 @@ class ChunkCache:
         return sum(self.chunks[number].disk_bytes for number in numbers)
 
     @contextmanager
-    def follow(self, needs: list[list[int]]) -> Iterator[Course]:
+    def follow(self, needs: list[list[int]]) -> Iterator[ReadSchedule]:
         """Make chunks ready in the background, in the order in which a reader needs them, until the context ends.
 
         Args:
@@ -143,7 +143,7 @@ class ChunkCache:
         Raises:
             ValueError: if the budget does not hold the chunks of one pack of every reader.
         """
-        course = Course(needs)
+        course = ReadSchedule(needs)
         with self.changed:
             self._check_packs_fit([*self.courses, course])
             self.courses.append(course)
@@ -164,7 +164,7 @@ class ChunkCache:
             for thread in threads:
                 thread.join()
 
-    def _check_packs_fit(self, courses: list[Course]) -> None:
+    def _check_packs_fit(self, courses: list[ReadSchedule]) -> None:
         # Else two packs could each hold what the other waits for.
         largest = sum(max((self.disk_bytes(pack) for pack in course.needs), default=0) for course in courses)
         if largest > self.cache_bytes:
@@ -174,7 +174,7 @@ class ChunkCache:
             )
 
     @contextmanager
-    def hold(self, course: Course, pack: int) -> Iterator[dict[int, ChunkReader]]:
+    def hold(self, course: ReadSchedule, pack: int) -> Iterator[dict[int, ChunkReader]]:
         """Wait for the chunks of a pack and keep them for the context; afterwards the pack counts as read.
 
         Raises:
@@ -210,12 +210,12 @@ class ChunkCache:
                         self._close(chunk)
                 self.changed.notify_all()
 
-    def _work(self, course: Course) -> None:
+    def _work(self, course: ReadSchedule) -> None:
         """Make ready what the course needs next, until it ends."""
         while (number := self._claim(course)) is not None:
             self._bring(number, course)
 
-    def _bring(self, number: int, course: Course) -> None:
+    def _bring(self, number: int, course: ReadSchedule) -> None:
         failure, readers = None, []
         try:
             readers.append(self._make_ready(number, course.stopped))
@@ -232,7 +232,7 @@ class ChunkCache:
                 self._remove(number)
             self.changed.notify_all()
 
-    def _claim(self, course: Course) -> int | None:
+    def _claim(self, course: ReadSchedule) -> int | None:
         """Wait until the nearest missing chunk has room, and reserve it; None when the course has ended."""
         with self.changed:
             while not course.stopped.is_set():

@@ -8,7 +8,7 @@ from typing import Any
 import fsspec
 from fsspec.callbacks import Callback
 
-from eagle3.files import Stopped, is_remote, try_often
+from eagle3.files import Stopped, is_remote, retry
 from eagle3.shards.hidden_states import check_chunk_size
 
 
@@ -58,6 +58,6 @@ def fetch(chunk: Chunk, path: Path, stopped: threading.Event) -> None:
         store.get_file(remote_path, str(path), callback=_StopCallback(stopped))
 
     try:
-        try_often(get, chunk.path, stopped)
+        retry(get, chunk.path, stopped)
     except FileNotFoundError:
         check_chunk_size(None, chunk.entry, chunk.path)

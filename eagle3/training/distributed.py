@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Ranks:
+class DistContext:
     """rank: number of this process. size: how many there are. device: where this one computes."""
 
     rank: int
@@ -35,7 +35,7 @@ class Ranks:
         return bool(votes.item())
 
 
-def join_ranks(device: str) -> Ranks:
+def init_distributed(device: str) -> DistContext:
     """Join the other processes.
 
     Args:
@@ -56,10 +56,10 @@ def join_ranks(device: str) -> Ranks:
         torch.cuda.set_device(here)
     if size > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    return Ranks(rank, size, here)
+    return DistContext(rank, size, here)
 
 
-def leave_ranks() -> None:
+def close_distributed() -> None:
     """Part from the other processes."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -21,7 +21,7 @@ import torch
 from eagle3.draft.batch import PackedBatch, pack_rows
 from eagle3.files import is_remote, read_bytes
 from eagle3.shards.hidden_states import MANIFEST_NAME, HiddenStateRow, parse_manifest, read_manifest
-from eagle3.training.chunk_cache import ChunkCache, Course
+from eagle3.training.chunk_cache import ChunkCache, ReadSchedule
 from eagle3.training.chunk_files import Chunk
 
 WINDOW_ROWS = 256
@@ -263,7 +263,7 @@ def read_packs(
         OSError: if a store does not answer.
     """
 
-    def read(course: Course, place: int) -> PackedBatch:
+    def read(course: ReadSchedule, place: int) -> PackedBatch:
         with rows.cache.hold(course, place) as chunks:
             batch = pack_rows(
                 [

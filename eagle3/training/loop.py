@@ -33,7 +33,7 @@ from eagle3.training.checkpoint import (
     save_checkpoint,
     trained_tensors,
 )
-from eagle3.training.distributed import Ranks
+from eagle3.training.distributed import DistContext
 from eagle3.training.launch import Preempted, TrainJob
 from eagle3.training.loader import ShardRows, read_packs, split_pack
 from eagle3.training.metrics import MetricLog
@@ -44,11 +44,11 @@ from eagle3.vocab import load_vocab
 
 logger = logging.getLogger(__name__)
 DRAFT_WEIGHTS, DRAFT_CONFIG, METRICS = "draft.safetensors", "draft.json", "metrics.jsonl"
-ALONE = Ranks(0, 1, torch.device("cpu"))
+ALONE = DistContext(0, 1, torch.device("cpu"))
 
 
 def train(
-    job: TrainJob, ranks: Ranks = ALONE, should_stop: Callable[[int], bool] = lambda step: False
+    job: TrainJob, ranks: DistContext = ALONE, should_stop: Callable[[int], bool] = lambda step: False
 ) -> None:
     """Train a draft and write draft.safetensors, draft.json and metrics.jsonl into job.out_dir.
 
@@ -78,7 +78,7 @@ def train(
     shutil.rmtree(cache_dir)
 
 
-def make_trainer(job: TrainJob, ranks: Ranks) -> tuple[Trainer, str]:
+def make_trainer(job: TrainJob, ranks: DistContext) -> tuple[Trainer, str]:
     """Build draft, loss and optimizers on this process's device.
 
     Returns:
@@ -263,7 +263,7 @@ class TrainingRun:
 
 
 def step_batches(
-    rows: ShardRows, plan: Plan, done: int, ranks: Ranks, cfg: TrainConfig
+    rows: ShardRows, plan: Plan, done: int, ranks: DistContext, cfg: TrainConfig
 ) -> Generator[tuple[list[PackedBatch], float]]:
     """The parts of this process's packs of every step from `done` on, and the seconds that it waited for them.
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from eagle3.errors import is_out_of_memory, is_passing
-from eagle3.training.distributed import join_ranks, leave_ranks
+from eagle3.errors import is_out_of_memory, is_transient
+from eagle3.training.distributed import close_distributed, init_distributed
 from eagle3.training.launch import (
     LAUNCHER_PID,
     LOCK_NAME,
@@ -85,20 +85,20 @@ def main(job_path: str) -> int:
     # The others wait in join_ranks for the first, so none of them touches anything before it holds the lock.
     try:
         with only_trainer(out, stop) if rank == 0 else nullcontext():
-            train(job, join_ranks(job.cfg.device), stop)
+            train(job, init_distributed(job.cfg.device), stop)
     except Preempted:
         if rank == 0:
             (out / PREEMPTED_NAME).touch()
         return PREEMPTED_CODE
     except Exception as e:
         # A full disk or a lost file may be another in the next pod.
-        is_over = not (isinstance(e, OSError) or is_passing(e))
+        is_over = not (isinstance(e, OSError) or is_transient(e))
         logging.exception("training cannot go on" if is_over else "training cannot go on now")
         with suppress(OSError):
             (out / f"{'refused' if is_over else 'failed'}-{rank}.txt").write_text(_words(e))
         return REFUSED_CODE if is_over else 1
     finally:
-        leave_ranks()
+        close_distributed()
     return 0
 
 

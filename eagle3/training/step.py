@@ -22,7 +22,7 @@ from eagle3.draft.batch import PackedBatch
 from eagle3.draft.loss import TargetHead, coverage, unroll_loss
 from eagle3.draft.model import Eagle3Draft
 from eagle3.draft.unroll import Unroll, find_hits, guess
-from eagle3.training.distributed import Ranks
+from eagle3.training.distributed import DistContext
 
 # A pack is worked on in parts of whole rows, whose gradients add up. On a CPU larger parts cost more: 490 tokens per CPU-second
 # with 4,096 or 8,192 tokens, 431 with 16,384, 392 with 32,768 (tests/benchmarks/pack_sizes.py: width 576, half supervised).
@@ -67,7 +67,7 @@ class Trainer:
     optimizers: dict[str, torch.optim.Optimizer]
     in_draft: Tensor
     step_weights: Tensor
-    ranks: Ranks
+    ranks: DistContext
     cfg: TrainConfig
 
     @classmethod
@@ -75,7 +75,7 @@ class Trainer:
         cls,
         objective: Objective,
         optimizers: dict[str, torch.optim.Optimizer],
-        ranks: Ranks,
+        ranks: DistContext,
         cfg: TrainConfig,
     ) -> "Trainer":
         """Wrap the objective and work out the constants."""

@@ -9,7 +9,7 @@ import torch
 
 from eagle3.config.training import TrainConfig
 from eagle3.shards.hidden_states import read_manifest
-from eagle3.training.distributed import Ranks
+from eagle3.training.distributed import DistContext
 from eagle3.training.launch import Preempted, TrainJob
 from eagle3.training.loop import METRICS, train
 from eagle3.training.metrics import read_metrics
@@ -50,7 +50,7 @@ def run_trainer(states_dir: Path, cfg: TrainConfig, out_dir: Path, stop_after: i
         cfg=cfg,
     )
     with suppress(Preempted):
-        train(job, Ranks(0, 1, torch.device(cfg.device)), should_stop=lambda step: step >= stop_after)
+        train(job, DistContext(0, 1, torch.device(cfg.device)), should_stop=lambda step: step >= stop_after)
     tokens = {line["tokens"] for line in read_metrics(out_dir / METRICS)}
     if tokens != {cfg.pack_tokens}:
         raise ValueError(

@@ -19,7 +19,7 @@ from eagle3.data.script import Script
 from eagle3.data.sources import without_places
 from eagle3.engine import engine as target_engine
 from eagle3.engine.engine import close_engines
-from eagle3.regenerate.generator import accounts_text
+from eagle3.regenerate.generator import outcomes_text
 from eagle3.shards.tokens import TokenRow, read_token_shard
 from eagle3.targets.resolve import identify_target
 from workflows.flyte.interfaces import PreparedData, Target, TargetRef, TokenShards
@@ -157,7 +157,7 @@ def test_bfcl_tasks_are_played_and_a_killed_run_goes_on_to_the_same_traces(
     assert accounts["requested"] == accounts.get("answered", 0) + accounts.get("failed", 0) + accounts.get(
         "skipped", 0
     )
-    print(accounts_text(accounts))
+    print(outcomes_text(accounts))
     check_rows(tasks, rows_of(whole), target)
 
 

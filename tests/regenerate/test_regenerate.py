@@ -15,7 +15,7 @@ from eagle3.data.script import script_of
 from eagle3.regenerate import answer_log
 from eagle3.regenerate.answer_log import AnswerLog
 from eagle3.regenerate.answers import Answer, Request, Sampling
-from eagle3.regenerate.generator import Player, accounts_text, check_any_left, warn_of_limit
+from eagle3.regenerate.generator import AnswerGenerator, check_any_left, outcomes_text, warn_of_limit
 from eagle3.shards.tokens import TokenRow, read_token_shard, write_token_shard
 from tests.data.test_formats import MULTI, assistant, user
 from tests.helpers.formats import FORMATS
@@ -75,11 +75,11 @@ def own_words(prompt: list[int]) -> Answer:
 
 def play(
     target_dir: Path, place: str, kill_after: int = 10**6, cfg: RegenerateConfig = CFG
-) -> tuple[Player, list[list[int]]]:
+) -> tuple[AnswerGenerator, list[list[int]]]:
     """Play with any number of answers before the kill; also tells the prompts that were asked."""
     asked: list[list[int]] = []
     with AnswerLog(place) as log:
-        player = Player(shard_rows(), str(target_dir), cfg, 512, log)
+        player = AnswerGenerator(shard_rows(), str(target_dir), cfg, 512, log)
         running = player.start()
         while running:
             if len(asked) == kill_after:
@@ -191,7 +191,7 @@ def test_each_source_is_sampled_as_its_settings_say(target_dir: Path, tmp_path: 
     own = {"chats": SamplingConfig(temperature=0.0, max_new_tokens=9)}
     cfg = RegenerateConfig(temperature=0.8, top_p=0.9, max_new_tokens=20, sources=own)
     rows = [*shard_rows(), TokenRow("p:0", "plain", [5, 6], [False, False])]
-    requests = Player(rows, str(target_dir), cfg, 512, AnswerLog(str(tmp_path))).start()
+    requests = AnswerGenerator(rows, str(target_dir), cfg, 512, AnswerLog(str(tmp_path))).start()
     assert {i: request.sampling for i, request in requests.items()} == {
         **dict.fromkeys((0, 1, 3, 4), Sampling(0.0, 0.9, 9)),
         5: Sampling(0.8, 0.9, 20),
@@ -200,7 +200,7 @@ def test_each_source_is_sampled_as_its_settings_say(target_dir: Path, tmp_path: 
 
 
 def test_where_nothing_is_left_the_counts_say_why_and_what_to_do(target_dir: Path, tmp_path: Path) -> None:
-    player = Player(
+    player = AnswerGenerator(
         [row for row in shard_rows() if row is not DONE], str(target_dir), CFG, 512, AnswerLog(str(tmp_path))
     )
     for i in player.start():
@@ -233,7 +233,7 @@ def test_the_accounts_add_up_in_words(caplog: pytest.LogCaptureFixture) -> None:
         "failed: no_room": 1,
     }
     counts |= {"skipped": 2, "tool_calls": 4, "at_length_limit": 1}
-    assert accounts_text(counts) == (
+    assert outcomes_text(counts) == (
         "3 conversations, 9 user turns requested = 5 answered + 2 failed (no_room 1, too_short 1) + 2 skipped behind those; "
         "4 tool calls"
     )

@@ -17,7 +17,7 @@ from transformers import (
 
 from eagle3.config.engine import TargetConfig
 from eagle3.targets.resolve import fetch_target
-from eagle3.targets.trust import distrust
+from eagle3.targets.trust import sanitize
 from tests.helpers.tiny_draft import target_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +97,7 @@ def test_a_target_that_brings_code_is_loaded_without_it(hostile: tuple[Path, Pat
     source, trace = hostile
     out = tmp_path / "fetched"
     fetch_target(TargetConfig(name=str(source)), out)
-    distrust(out)
+    sanitize(out)
     assert not list(out.rglob("*.py"))
     assert not [path for path in out.glob("*.json") if "auto_map" in path.read_text()]
     assert type(AutoConfig.from_pretrained(out)) is LlamaConfig
@@ -109,7 +109,7 @@ def test_a_target_that_brings_code_is_loaded_without_it(hostile: tuple[Path, Pat
 
 def test_code_that_got_into_a_targets_directory_is_refused(hostile: tuple[Path, Path]) -> None:
     with pytest.raises(ValueError, match=r"must hold no code, got evil\.py"):
-        distrust(hostile[0])
+        sanitize(hostile[0])
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ""])
@@ -117,14 +117,14 @@ def test_an_index_that_leads_out_of_the_directory_is_refused(tmp_path: Path, nam
     (tmp_path / "config.json").write_text(json.dumps(target_config("llama")))
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
-    distrust(tmp_path)
+    sanitize(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": name}}))
     with pytest.raises(ValueError, match="must name files beside it"):
-        distrust(tmp_path)
+        sanitize(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
 def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match=r"index\.json"):
-        distrust(tmp_path)
+        sanitize(tmp_path)

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from eagle3.shards import hidden_states
 from eagle3.training import chunk_cache, loader
-from eagle3.training.chunk_cache import Course
+from eagle3.training.chunk_cache import ReadSchedule
 from eagle3.training.loader import ShardRows, read_packs
 from tests.helpers.streams import (
     CHUNK_BYTES,
@@ -144,7 +144,7 @@ def test_local_chunks_are_checked_only_a_little_ahead(
 def test_next_uses_are_those_of_a_slow_search() -> None:
     g = torch.Generator().manual_seed(0)
     needs = [sorted(set(torch.randint(6, (2,), generator=g).tolist())) for _ in range(40)]
-    course = Course(needs)
+    course = ReadSchedule(needs)
     for pack in range(40):
         for chunk in range(7):
             slow = next((float(i - pack) for i in range(pack, 40) if chunk in needs[i]), float("inf"))

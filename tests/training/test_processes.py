@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from eagle3.training.distributed import join_ranks
+from eagle3.training.distributed import init_distributed
 from eagle3.training.launch import PREEMPTED_CODE, Preempted, TrainJob, train_in_processes
 from eagle3.training.loop import train
 from eagle3.training.metrics import read_metrics
@@ -156,7 +156,7 @@ def train_as_two(job: TrainJob) -> None:
 
     def train_as(rank: int) -> None:
         os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        train(job, join_ranks("cpu"))
+        train(job, init_distributed("cpu"))
 
     ranks = [FORK.Process(target=train_as, args=(rank,), daemon=True) for rank in range(2)]
     for rank in ranks:

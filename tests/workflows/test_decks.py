@@ -179,7 +179,7 @@ def test_an_answering_task_shows_its_shard_and_the_accounts(
         f"<h1>{stage} shard 7</h1>",
         "4,567",
         "supervised tokens",
-        f"<p>{regenerate.accounts_text(counts)}</p>",
+        f"<p>{regenerate.outcomes_text(counts)}</p>",
     ):
         assert text in page
 

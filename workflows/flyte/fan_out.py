@@ -34,7 +34,7 @@ def answer_shard(
         key: of everything that decides the answers.
     """
     from eagle3.engine.engine import play
-    from eagle3.regenerate.generator import accounts_text, warn_of_limit
+    from eagle3.regenerate.generator import outcomes_text, warn_of_limit
 
     store.share_credentials()
     path = store.new_dir(name) / f"shard-{shard.index:05d}.parquet"
@@ -52,9 +52,9 @@ def answer_shard(
             watch=deck.watch(),
         )
     accounts = made.pop("counts")
-    logger.info("shard %d: %s", shard.index, accounts_text(accounts))
+    logger.info("shard %d: %s", shard.index, outcomes_text(accounts))
     names = ("rows", "tokens", "supervised_tokens")
-    deck.finish({name.replace("_", " "): f"{made[name]:,}" for name in names}, accounts_text(accounts))
+    deck.finish({name.replace("_", " "): f"{made[name]:,}" for name in names}, outcomes_text(accounts))
     warn_of_limit(accounts, f"shard {shard.index}")
     # Without a row there is no new file; gather_token_shards leaves such a shard out.
     file = FlyteFile(str(path)) if made["rows"] else shard.file

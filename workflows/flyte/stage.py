@@ -12,7 +12,7 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.exceptions.system import FlyteDownloadDataException, FlyteUploadDataException
 from flytekit.exceptions.user import FlyteRecoverableException
 
-from eagle3.errors import is_out_of_memory, is_passing
+from eagle3.errors import is_out_of_memory, is_transient
 from workflows.flyte import journal, store
 
 P = ParamSpec("P")
@@ -41,7 +41,7 @@ def recoverable(function: Callable[P, R]) -> Callable[P, R]:
         except Exception as e:
             if is_out_of_memory(e) and not isinstance(e, MemoryError):
                 raise MemoryError(f"{function.__name__}: {e}; {MEMORY_HINT}") from e
-            if store.is_local() or not (isinstance(e, TRANSFER_FAULTS) or is_passing(e)):
+            if store.is_local() or not (isinstance(e, TRANSFER_FAULTS) or is_transient(e)):
                 raise
             raise FlyteRecoverableException(f"{function.__name__}: {e}") from e
 

@@ -27,7 +27,7 @@ from flytekit.models.literals import Literal, LiteralMap
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from eagle3.uris import check_place, name_of, shown
+from eagle3.uris import base_name, check_uri, redact
 from workflows.flyte import journal
 
 logger = logging.getLogger("eagle3")
@@ -125,7 +125,7 @@ def keyed_place(name: str, key: str) -> Iterator[str]:
             os.close(lock)
         return
     prefix = FlyteContextManager.current_context().file_access.raw_output_prefix
-    base = check_place(os.environ.get("EAGLE3_STORE", ""))
+    base = check_uri(os.environ.get("EAGLE3_STORE", ""))
     yield f"{(base if '://' in base else prefix.rstrip('/').rsplit('/', 2)[0]).rstrip('/')}/eagle3/{name}-{key}"
 
 
@@ -156,17 +156,17 @@ def fetch(file: FlyteFile) -> str:
     """
     from eagle3.files import fetch_file
 
-    place = check_place(location(file))
-    if shown(place) == place:
+    place = check_uri(location(file))
+    if redact(place) == place:
         return str(file.download())
-    out = Path(FlyteContextManager.current_context().file_access.get_random_local_directory()) / name_of(
+    out = Path(FlyteContextManager.current_context().file_access.get_random_local_directory()) / base_name(
         place
     )
     try:
         fetch_file(place, out)
     except FileNotFoundError as e:
         raise ValueError(
-            f"{shown(place)} is not there, or its signature does not hold any more; give a new URL"
+            f"{redact(place)} is not there, or its signature does not hold any more; give a new URL"
         ) from e
     return str(out)
 

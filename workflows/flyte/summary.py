@@ -16,7 +16,7 @@ from flytekit import Deck
 
 from eagle3.config.base import StageConfig
 from eagle3.config.engine import EngineConfig, EvaluateConfig
-from eagle3.uris import shown
+from eagle3.uris import redact
 from workflows.flyte import store
 from workflows.flyte.journal import Entry
 
@@ -116,7 +116,7 @@ def _public(value: Any) -> Any:
         return {key: _public(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_public(item) for item in value]
-    return shown(value) if isinstance(value, str) else value
+    return redact(value) if isinstance(value, str) else value
 
 
 def stage_figures(entries: list[Entry]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from flytekit.types.directory import FlyteDirectory
 import images
 from eagle3.config.engine import EngineConfig, ExtractConfig, FanOutConfig
 from eagle3.config.resources import ResourcesConfig
-from eagle3.uris import shown
+from eagle3.uris import redact
 from workflows.flyte import store
 from workflows.flyte.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
 from workflows.flyte.live import JobDeck
@@ -110,7 +110,7 @@ def gather_hidden_states(
     lost = [shards.shards[number] for number in range(len(shards.shards)) if found[number] is None]
     if lost:
         named = ", ".join(
-            f"shard {shard.index} ({shard.rows} rows, {shown(shard.file.path)})" for shard in lost[:8]
+            f"shard {shard.index} ({shard.rows} rows, {redact(shard.file.path)})" for shard in lost[:8]
         )
         text = f"{len(lost)} of {len(shards.shards)} shards, {sum(s.rows for s in lost)} rows, could not be captured: {named}"
         if len(done) < fanout.min_success_ratio * len(shards.shards):

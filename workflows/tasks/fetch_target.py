@@ -26,7 +26,7 @@ from workflows.flyte.stage import recoverable, stage
 @stage
 def fetch_target(target: TargetConfig, ref: TargetRef, target_digest: str) -> Target:
     from eagle3.targets.resolve import fetch_target
-    from eagle3.targets.trust import distrust
+    from eagle3.targets.trust import sanitize
     from eagle3.targets.weights import check_target_dir
 
     store.share_credentials()
@@ -34,7 +34,7 @@ def fetch_target(target: TargetConfig, ref: TargetRef, target_digest: str) -> Ta
     fetch_target(
         target.model_copy(update={"revision": ref.revision}), str(out)
     )  # the commit that the digest stands for
-    distrust(out)
+    sanitize(out)
     return _as_target(ref, target_digest, out, check_target_dir(out))
 
 
@@ -49,13 +49,13 @@ def fetch_target(target: TargetConfig, ref: TargetRef, target_digest: str) -> Ta
 def fetch_tokenizer(target: TargetConfig, ref: TargetRef, target_digest: str) -> Target:
     """The same target, its directory without weights: enough to prepare the data and to plan a run."""
     from eagle3.targets.resolve import fetch_tokenizer
-    from eagle3.targets.trust import distrust
+    from eagle3.targets.trust import sanitize
     from eagle3.targets.weights import check_target_config
 
     store.share_credentials()
     out = store.new_dir("tokenizer")
     fetch_tokenizer(target.model_copy(update={"revision": ref.revision}), str(out))
-    distrust(out)
+    sanitize(out)
     config = json.loads((out / "config.json").read_text())
     check_target_config(config, ref.name)
     return _as_target(ref, target_digest, out, config)

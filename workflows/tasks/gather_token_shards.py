@@ -16,11 +16,11 @@ from workflows.flyte.stage import recoverable
 @recoverable
 def gather_token_shards(stage: str, before: list[TokenShard], shards: list[TokenShard]) -> TokenShards:
     """Put the shards in order behind those of earlier stages, and tell what became of the stage's prompts."""
-    from eagle3.regenerate.generator import accounts_text, check_any_left
+    from eagle3.regenerate.generator import check_any_left, outcomes_text
 
     accounts = sum((Counter(shard.accounts) for shard in shards), Counter[str]())
     if accounts:
-        print(f"{stage}: {accounts_text(accounts)}", flush=True)
+        print(f"{stage}: {outcomes_text(accounts)}", flush=True)
     left = [shard for shard in (*before, *shards) if shard.rows]
     total = sum((Counter(shard.accounts) for shard in before), accounts)
     if accounts:

@@ -12,7 +12,7 @@ from flytekit.types.file import FlyteFile
 import images
 from eagle3.config.data import DataConfig, SourceConfig, VocabConfig
 from eagle3.config.resources import ResourcesConfig
-from eagle3.uris import shown
+from eagle3.uris import redact
 from workflows.flyte import store
 from workflows.flyte.interfaces import PreparedData, Target, TokenShard, TokenShards
 from workflows.flyte.pods import DATA, DYNAMIC, HUB, LIGHT, data_pod
@@ -143,7 +143,7 @@ def show_data(
         )
     if init_from:
         report["vocab_note"] = (
-            f"The draft of train.init_from, {shown(init_from)}, brings its own vocabulary: see the report of the run."
+            f"The draft of train.init_from, {redact(init_from)}, brings its own vocabulary: see the report of the run."
         )
     page = place_of(write_data_report(run_dir(run_name), report))
     shards = [*data.shards, *data.tool_tasks]

@@ -7,7 +7,7 @@ import images
 from eagle3.config.engine import EngineConfig, EvaluateConfig
 from eagle3.config.training import PromoteConfig, TrainConfig
 from eagle3.promotion import Measurement
-from eagle3.uris import shown
+from eagle3.uris import redact
 from workflows.flyte import store
 from workflows.flyte.interfaces import (
     CurrentDraft,
@@ -34,7 +34,7 @@ def find_current_draft(promote: PromoteConfig, train: TrainConfig) -> CurrentDra
 
     if not store.is_local() and not is_remote(promote.place):
         raise ValueError(
-            f"promote.place must be a URL in a cluster, got {shown(promote.place)}: a pod's directories end with it"
+            f"promote.place must be a URL in a cluster, got {redact(promote.place)}: a pod's directories end with it"
         )
     store.share_credentials()
     current = restore_pointer(promote.place)
@@ -116,7 +116,7 @@ def promote_draft(
                 "another draft was promoted meanwhile; run again to be compared with that one",
             )
     print(
-        f"{'promoted' if promoted else 'not promoted'}: {reason}; served is {shown(served) or 'none'}",
+        f"{'promoted' if promoted else 'not promoted'}: {reason}; served is {redact(served) or 'none'}",
         flush=True,
     )
     return Promotion(promoted, reason, served, new.acceptance_length)

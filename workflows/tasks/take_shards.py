@@ -13,7 +13,7 @@ from flytekit.types.file import FlyteFile
 
 import images
 from eagle3.config.engine import ExtractConfig, RegenerateConfig
-from eagle3.uris import shown
+from eagle3.uris import redact
 from workflows.flyte import store
 from workflows.flyte.interfaces import (
     GivenHiddenStates,
@@ -48,7 +48,7 @@ def take_token_shards(
     waiting = [shard.place for shard in found if shard.waits]
     if waiting and not regenerate.enabled:
         raise ValueError(
-            f"{shown(waiting[0])}: rows wait for the target's answers; set regenerate.enabled to true"
+            f"{redact(waiting[0])}: rows wait for the target's answers; set regenerate.enabled to true"
         )
     shards = [TokenShard(i, FlyteFile(shard.place), **asdict(shard.summary)) for i, shard in enumerate(found)]
     pairs = list(zip(shards, found, strict=True))

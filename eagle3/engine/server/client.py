@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
-from eagle3.uris import shown
+from eagle3.uris import redact
 
 logger = logging.getLogger(__name__)
 
@@ -241,8 +241,8 @@ class ServerClient:
 
     def _shown(self, text: str) -> str:
         """The start of what the server said; a server that repeats the key does not get it into a log."""
-        shown = text.replace(self._key, "…") if self._key else text
-        return " ".join(shown.split())[:SHOWN_CHARACTERS]
+        redact = text.replace(self._key, "…") if self._key else text
+        return " ".join(redact.split())[:SHOWN_CHARACTERS]
 
     def _warn(self, fault: str, attempt: int) -> None:
         if time.monotonic() - self._warned_at >= WARN_EVERY_S:
@@ -272,10 +272,10 @@ def server_root(url: str) -> str:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as e:
         raise ValueError(
-            f"the server's URL must read http://host:port without a query, got {shown(url)!r}: {e}"
+            f"the server's URL must read http://host:port without a query, got {redact(url)!r}: {e}"
         ) from None
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment:
-        raise ValueError(f"the server's URL must read http://host:port without a query, got {shown(url)!r}")
+        raise ValueError(f"the server's URL must read http://host:port without a query, got {redact(url)!r}")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
