@@ -1,47 +1,69 @@
-"""Faults told apart: those that another try may not meet, and those that come again with the same work."""
+"""Classify exceptions as transient or permanent.
+
+Transient: a connection, a store, an engine or a rank was lost, so another try may succeed. All else is permanent, also a plain
+RuntimeError: code that saw something die raises one of the classes below.
+"""
 
 import errno
 import sys
 
-# Classes of libraries that are imported only where they are used; errors of one that is not loaded cannot come.
-_STORE_CLIENTS = (
+
+class TransientError(RuntimeError):
+    """Another try may succeed."""
+
+
+class EngineDied(TransientError):
+    """An engine failed or was killed, or a server no longer answers."""
+
+
+class RankDied(TransientError):
+    """A process that trains, or one that it trains with, failed or was killed."""
+
+
+class WorkerDied(TransientError):
+    """A process that encodes rows was killed."""
+
+
+class StoreError(TransientError, ConnectionError):
+    """A store did not answer, or did not keep what it was given."""
+
+
+# Errors of libraries by module and name. No library is imported for it: one that is not loaded raises nothing.
+_TRANSIENT_CLASSES = (
+    ("torch", "AcceleratorError"),  # CUDA
+    ("torch.distributed", "DistError"),  # NCCL and the rendezvous
     ("botocore.exceptions", "ConnectionError"),
     ("botocore.exceptions", "HTTPClientError"),
     ("aiohttp", "ClientError"),
 )
-# What s3fs makes of a store's answers 503 and 500, and of those it does not know.
-_STORE_ERRNOS = (errno.EBUSY, errno.EREMOTEIO, errno.EIO)
+# s3fs turns a store's answers 503 and 500, and those it does not know, into OSErrors with these numbers.
+_TRANSIENT_ERRNOS = (errno.EBUSY, errno.EREMOTEIO, errno.EIO)
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether another try may succeed: after a lost connection, store, engine or rank.
-
-    CUDA, NCCL and the parents of engine and trainer raise RuntimeError; its subclasses for code that is missing or goes in
-    circles, and memory that does not suffice, are none of these.
-    """
-    if isinstance(error, NotImplementedError | RecursionError) or is_out_of_memory(error):
+    """Whether another try may succeed. Too little memory is permanent, though CUDA reports it like a lost GPU."""
+    if is_out_of_memory(error):
         return False
-    if isinstance(
-        error, (ConnectionError, TimeoutError, RuntimeError, *filter(None, map(_loaded, _STORE_CLIENTS)))
-    ):
+    of_libraries = filter(None, map(_loaded, _TRANSIENT_CLASSES))
+    if isinstance(error, (TransientError, ConnectionError, TimeoutError, *of_libraries)):
         return True
-    return isinstance(error, OSError) and error.errno in _STORE_ERRNOS
+    return isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether this or what caused it is an allocation that failed, by Python or by torch, on a GPU or not."""
+    """Whether an allocation failed, by Python or by torch, on a GPU or a CPU: this error or one that caused it."""
     torch_error = _loaded(("torch", "OutOfMemoryError"))
     while error is not None:
         if isinstance(error, MemoryError) or (torch_error and isinstance(error, torch_error)):
             return True
-        if isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error):  # it has no class of its own
+        if isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error):  # torch has no class for it
             return True
         error = error.__cause__
     return False
 
 
-def _loaded(place: tuple[str, str]) -> type[BaseException] | None:
-    """A class by module and name; None while nobody has imported its module."""
-    module, name = place
+def _loaded(module_and_name: tuple[str, str]) -> type[BaseException] | None:
+    """The class; None if its module is not imported."""
+    module, name = module_and_name
     return getattr(sys.modules.get(module), name, None)

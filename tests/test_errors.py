@@ -1,4 +1,4 @@
-"""Which faults another try may mend, and which not."""
+"""Which errors another try may not meet, and which come again."""
 
 import errno
 from typing import Any
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from aiohttp import ClientPayloadError
 from botocore.exceptions import EndpointConnectionError, NoCredentialsError
 
-from eagle3.errors import is_out_of_memory, is_transient
+from eagle3.errors import EngineDied, RankDied, StoreError, WorkerDied, is_out_of_memory, is_transient
 
 
 @pytest.mark.parametrize(
@@ -21,12 +21,16 @@ from eagle3.errors import is_out_of_memory, is_transient
         OSError(errno.EREMOTEIO, "Internal Error"),
         EndpointConnectionError(endpoint_url="http://store"),
         ClientPayloadError("half"),
-        RuntimeError("the engine process was ended by signal 9"),
+        EngineDied("the engine process was ended by signal 9"),
+        RankDied("the trainer ended with code -9"),
+        WorkerDied("a process that tokenizes rows was killed"),
+        StoreError("the store could not be reached in 5 tries"),
+        torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
         dist.DistBackendError("NCCL error: remote process exited"),
     ],
     ids=repr,
 )
-def test_lost_connections_stores_engines_and_ranks_may_be_tried_again(error: Exception) -> None:
+def test_lost_connections_stores_engines_and_ranks_are_transient(error: Exception) -> None:
     assert is_transient(error)
 
 
@@ -39,6 +43,7 @@ def test_lost_connections_stores_engines_and_ranks_may_be_tried_again(error: Exc
         PermissionError("not yours"),
         OSError(errno.ENOSPC, "No space left on device"),
         NoCredentialsError(),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
         NotImplementedError("no such kernel"),
         RecursionError("too deep"),
         MemoryError(),
@@ -46,7 +51,7 @@ def test_lost_connections_stores_engines_and_ranks_may_be_tried_again(error: Exc
     ],
     ids=repr,
 )
-def test_what_would_come_again_is_not_tried_again(error: Exception) -> None:
+def test_errors_that_come_again_are_permanent(error: Exception) -> None:
     assert not is_transient(error)
 
 
@@ -58,7 +63,7 @@ def caught(action: Any) -> Exception:
     raise AssertionError
 
 
-def test_memory_that_torch_cannot_have_is_known_on_a_cpu_and_behind_another_error() -> None:
+def test_a_failed_allocation_of_torch_is_found_on_a_cpu_and_as_the_cause_of_another_error() -> None:
     def allocate() -> None:
         torch.empty(1 << 50)
 

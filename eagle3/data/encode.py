@@ -32,6 +32,7 @@ from eagle3.data.files import MAX_ROW_BYTES, Record
 from eagle3.data.pieces import Piece
 from eagle3.data.presets import PRESETS
 from eagle3.data.script import script_of
+from eagle3.errors import WorkerDied
 from eagle3.files import digest_of
 from eagle3.shards.tokens import TokenRow
 
@@ -299,7 +300,7 @@ class EncoderPool:
                 running.extend(processes.submit(_encode, batch, task) for batch in islice(batches, 1))
                 yield from outcomes
         except BrokenProcessPool as e:
-            raise RuntimeError(
+            raise WorkerDied(
                 "a process that tokenizes rows was ended from outside, most likely for want of memory; lower data.workers"
             ) from e
         finally:

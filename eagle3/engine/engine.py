@@ -77,7 +77,7 @@ def generate(
 
     Raises:
         ValueError: if a prompt is empty or leaves no room for an answer.
-        RuntimeError: if the engine fails or is killed; carries its own message.
+        EngineDied: if the engine fails or is killed; carries its own message.
     """
     for i, prompt in enumerate(prompts):
         _check_prompt(f"prompt {i}", prompt, engine)
@@ -116,7 +116,7 @@ def play(
 
     Raises:
         ValueError: if a prompt leaves no room for an answer, or the chat template cannot play the shard's conversations.
-        RuntimeError: if the engine fails or is killed; answers are kept.
+        EngineDied: if the engine fails or is killed; answers are kept.
     """
     _checked_config(target_dir, engine)
     for row in read_token_shard(token_shard_path):
@@ -158,7 +158,7 @@ def capture(
 
     Raises:
         ValueError: on bad layer ids, a row longer than `engine.max_model_len` or too little disk space, before the engine starts.
-        RuntimeError: if the engine fails, is killed, or returns states that do not reproduce its own next token, or a chunk
+        EngineDied: if the engine fails, is killed, or returns states that do not reproduce its own next token, or a chunk
             cannot be written; finished chunks are kept.
         OSError: if the store at `out` does not answer.
     """

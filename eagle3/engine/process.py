@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.engine.progress import Progress
-from eagle3.errors import is_out_of_memory
+from eagle3.errors import EngineDied, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[Progress], None]
@@ -51,10 +51,10 @@ class WorkerProcess:
             self.end()
             if request["op"] == "stop":
                 return None
-            raise RuntimeError(_death_message(reply["died"]))
+            raise EngineDied(_death_message(reply["died"]))
         if "error" in reply:
             self.stop_engine()
-            raise (ValueError if reply["is_value_error"] else RuntimeError)(reply["error"])
+            raise (ValueError if reply["is_value_error"] else EngineDied)(reply["error"])
         return reply["result"]
 
     def _next_reply(self, on_progress: OnProgress | None) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from eagle3.errors import RankDied
+
 
 @dataclass(frozen=True)
 class DistContext:
@@ -23,7 +25,7 @@ class DistContext:
     def add(self, tensor: Tensor) -> Tensor:
         """Sum over all processes, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            _all_reduce(tensor)
         return tensor
 
     def any(self, flag: bool) -> bool:
@@ -31,7 +33,7 @@ class DistContext:
         if self.size == 1:
             return flag
         votes = torch.tensor([int(flag)])
-        dist.all_reduce(votes)
+        _all_reduce(votes)
         return bool(votes.item())
 
 
@@ -57,6 +59,15 @@ def init_distributed(device: str) -> DistContext:
     if size > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     return DistContext(rank, size, here)
+
+
+def _all_reduce(tensor: Tensor) -> None:
+    try:
+        dist.all_reduce(tensor)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as e:  # gloo has no class of its own for a lost neighbour
+        raise RankDied(f"another process of this training was lost ({e}); run again") from e
 
 
 def close_distributed() -> None:

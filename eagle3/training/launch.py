@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from eagle3.config.training import TrainConfig
+from eagle3.errors import RankDied, TransientError
 
 logger = logging.getLogger(__name__)
 PREEMPTED_CODE, REFUSED_CODE = 75, 65  # EX_TEMPFAIL, EX_DATAERR of sysexits.h
@@ -28,7 +29,7 @@ LAUNCHER_PID = "EAGLE3_LAUNCHER_PID"
 JOB_NAME, LOCK_NAME, PREEMPTED_NAME = "job.json", "trainer.lock", "preempted"
 
 
-class Preempted(RuntimeError):
+class Preempted(TransientError):
     """The trainer was told to stop and saved a checkpoint first; the same job goes on from it."""
 
 
@@ -64,7 +65,7 @@ def train_in_processes(
         ValueError: another try would end the same way; in the trainer's words.
         Preempted: after a SIGTERM, when the trainer has saved what it had; run the job again.
         KeyboardInterrupt: after Ctrl-C, when the trainer has saved.
-        RuntimeError: the trainer died; its last checkpoint is sound.
+        RankDied: the trainer died; its last checkpoint is sound.
     """
     out = Path(job.out_dir)
     out.mkdir(parents=True, exist_ok=True)
@@ -103,7 +104,7 @@ def _raise_failure(code: int, received: set[int], out: Path) -> None:
         raise Preempted(f"training was told to stop; run it again to go on from its checkpoint in {out}")
     if code:
         words = _messages(out, "failed") or "its own words stand above"
-        raise RuntimeError(f"the trainer ended with code {code}: {words}; run again to go on from {out}")
+        raise RankDied(f"the trainer ended with code {code}: {words}; run again to go on from {out}")
 
 
 def _messages(out: Path, kind: str) -> str:

@@ -1,4 +1,4 @@
-"""How a trainer's end reaches its caller: what would come again as ValueError, what passes as RuntimeError."""
+"""How a trainer's end reaches its caller: what would come again as ValueError, what passes as RankDied."""
 
 import logging
 import signal
@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from eagle3.errors import RankDied
 from eagle3.training import launch, run
+from eagle3.training.distributed import DistContext
 from eagle3.training.launch import PREEMPTED_CODE, REFUSED_CODE, Preempted
 from tests.helpers.jobs import make_job
 
@@ -56,6 +58,7 @@ def end(monkeypatch: pytest.MonkeyPatch, out: Path, error: BaseException | None,
             OUT_OF_MEMORY,
             "OutOfMemoryError: CUDA out of memory. .*; lower train.pack_tokens, or ask for more memory",
         ),
+        (RuntimeError("shapes cannot be multiplied"), "RuntimeError: shapes cannot be multiplied"),
         (NotImplementedError("no kernel"), "NotImplementedError: no kernel"),
         (RecursionError("too deep"), "RecursionError: too deep"),
         (KeyError("fc.weight"), "KeyError: 'fc.weight'"),
@@ -77,7 +80,7 @@ def test_what_would_come_again_is_the_callers_value_error(
         OSError(28, "No space left on device"),
         ConnectionError("the store hung up"),
         dist.DistBackendError("NCCL error: remote process exited"),
-        RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+        torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
     ],
     ids=repr,
 )
@@ -86,13 +89,13 @@ def test_what_passes_is_the_callers_runtime_error_with_its_words(
 ) -> None:
     code = end(monkeypatch, tmp_path, error)
     assert code == 1
-    with pytest.raises(RuntimeError, match=rf"the trainer ended with code 1: .*{error.args[-1]}; run again"):
+    with pytest.raises(RankDied, match=rf"the trainer ended with code 1: .*{error.args[-1]}; run again"):
         launch._raise_failure(code, set(), tmp_path)
 
 
 def test_a_killed_trainer_may_run_again(tmp_path: Path) -> None:
     with pytest.raises(
-        RuntimeError, match="the trainer ended with code -9: its own words stand above; run again"
+        RankDied, match="the trainer ended with code -9: its own words stand above; run again"
     ):
         launch._raise_failure(-9, set(), tmp_path)
 
@@ -103,11 +106,22 @@ def test_the_rank_that_is_out_of_memory_is_heard_and_not_those_that_lost_it(
     """torchrun stops the others, one of them in the middle of a collective."""
     assert end(monkeypatch, tmp_path, Preempted("told to stop")) == PREEMPTED_CODE
     assert end(monkeypatch, tmp_path, OUT_OF_MEMORY, rank=1) == REFUSED_CODE
-    assert end(monkeypatch, tmp_path, RuntimeError("connection closed by peer"), rank=2) == 1
+    assert end(monkeypatch, tmp_path, RankDied("connection closed by peer"), rank=2) == 1
     with pytest.raises(ValueError, match="^OutOfMemoryError: CUDA out of memory"):
         launch._raise_failure(1, set(), tmp_path)
     with pytest.raises(Preempted):
         launch._raise_failure(1, {signal.SIGTERM}, tmp_path)
+
+
+def test_a_lost_neighbour_breaks_a_sum_of_gloo_as_a_dead_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_reduce(_: torch.Tensor) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    with pytest.raises(
+        RankDied, match="another process of this training was lost .Connection closed by peer"
+    ):
+        DistContext(0, 2, torch.device("cpu")).any(True)
 
 
 def test_a_refusal_counts_though_its_words_could_not_be_written(

@@ -19,6 +19,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from s3fs import S3FileSystem
 
+from eagle3.errors import EngineDied
 from workflows import table
 from workflows.flyte.interfaces import DraftVocab
 from workflows.flyte.stage import recoverable, stage
@@ -29,7 +30,7 @@ STORE_FAULTS = [
 ]
 FAULTS: dict[str, Exception] = {
     "lost": ConnectionError("the store hung up"),
-    "engine": RuntimeError("the engine died"),
+    "engine": EngineDied("the engine died"),
     "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
     "kernel": NotImplementedError("no kernel for this GPU"),
     "loop": RecursionError("too deep"),

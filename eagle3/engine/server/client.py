@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
+from eagle3.errors import EngineDied
 from eagle3.uris import redact
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,8 @@ class ServerClient:
 
         Raises:
             ValueError: if the server refuses the request.
-            RuntimeError: if it gives no usable answer in `max_attempts`, or answers another prompt.
+            EngineDied: if it gives no usable answer in `max_attempts`.
+            RuntimeError: if it answers another prompt.
         """
         body = {
             "model": model,
@@ -162,7 +164,7 @@ class ServerClient:
                 f"{_difference(prompt, choice.prompt_token_ids)}; it must not truncate or change token ids"
             )
         if choice.finish_reason not in ("stop", "length"):
-            raise RuntimeError(
+            raise EngineDied(
                 f"the server at {self.url} ended an answer with {choice.finish_reason!r}; see its log, then run again"
             )
         details = answer.usage.prompt_tokens_details if answer.usage else None
@@ -197,7 +199,7 @@ class ServerClient:
                 self._warn(fault, attempt)
                 pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1)
                 await asyncio.sleep(max(pause_s, least_pause_s))
-        raise RuntimeError(
+        raise EngineDied(
             f"the server at {self.url} gave no answer to {path} in {self.max_attempts} attempts over "
             f"{time.monotonic() - start:.0f} s, at last: {fault}; see that it runs and can be reached from here, then run again"
         )
