@@ -1,4 +1,4 @@
-"""A run's plan from its recipe, in seconds and without a GPU: rows, tokens, bytes, hours, what is cached, what would be refused.
+"""A run's plan from its recipe, in seconds and without a GPU: rows, tokens, bytes, hours, and every refusal.
 
 pyflyte run workflows/plan.py plan --inputs-file recipe.yaml
 """

@@ -4,7 +4,7 @@ Nothing is fetched for it but a target's config.json and tokenizer, and the firs
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
 
@@ -68,10 +68,7 @@ class PodDisks:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a plan says. max_state_bytes: before compression, every answer at its longest; state_bytes: expected, after it.
-
-    cached: for each stage what its cache holds, as text.
-    """
+    """What a plan says. max_state_bytes: before compression, every answer at its longest; state_bytes: expected, after it."""
 
     target: str
     params: int
@@ -84,7 +81,6 @@ class RunPlan:
     state_bytes: int
     draft_params: int
     stages: list[StageCost]
-    cached: dict[str, str]
     notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -216,7 +212,6 @@ def make_plan(
         state_bytes=round(raw * share),
         draft_params=draft.params,
         stages=stages,
-        cached={},
         notes=_notes(cfg, sources) + _start_notes(cfg, work, stages),
     )
 
@@ -271,11 +266,6 @@ def _start_notes(cfg: RunSettings, work: Workload, stages: Sequence[StageCost]) 
     return notes
 
 
-def with_cached(plan: RunPlan, cached: dict[str, str]) -> RunPlan:
-    """The plan with what is known of the cache."""
-    return replace(plan, cached=cached)
-
-
 def render_text(plan: RunPlan) -> str:
     """The plan for the terminal."""
     work = plan.work
@@ -306,6 +296,5 @@ def render_text(plan: RunPlan) -> str:
         "",
     ]
     lines += ["assumed:", *(f"  {line}" for line in ASSUMPTIONS)]
-    lines += ["", "cached:", *(f"  {stage:<22}{state}" for stage, state in plan.cached.items())]
     lines += [f"note      {note}" for note in plan.notes]
     return "\n".join([*lines, ""])

@@ -1,6 +1,8 @@
 """A target of a hundred thousand random weights over bytes, runs of the whole chain that take seconds, and a pod of one task."""
 
+import importlib
 import json
+import pkgutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,8 +11,11 @@ from typing import Any
 import yaml
 from click.testing import CliRunner, Result
 from flytekit.clis.sdk_in_container.pyflyte import main
+from flytekit.core.base_task import PythonTask
 from flytekit.core.context_manager import ExecutionParameters, ExecutionState, FlyteContextManager
 from flytekit.models.core.identifier import Identifier, ResourceType
+
+from workflows import tasks
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT_TEMPLATE = (
@@ -96,6 +101,16 @@ def pyflyte_run(
     """`pyflyte run` the chain, or another workflow, on a recipe and more arguments, in this process."""
     arguments = ["run", str(ROOT / "workflows" / file), workflow, "--inputs-file", str(recipe), *more]
     return CliRunner().invoke(main, arguments)
+
+
+def all_tasks() -> list[Any]:
+    """Every Flyte task of the package, @dynamic ones included."""
+    modules = [
+        importlib.import_module(f"{tasks.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(tasks.__path__)
+    ]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, PythonTask)]
+    return list({task.name: task for task in found}.values())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The plan workflow on a run's own recipe: no weights, what is cached, what is refused, one key with prepare."""
+"""The plan workflow on a run's own recipe: no weights, what is refused, one key with prepare."""
 
 import json
 import time
@@ -41,7 +41,6 @@ def test_a_plan_counts_rows_and_tokens_and_shows_its_assumptions(planner: Planne
     assert (made["work"]["rows"], made["work"]["shards"], made["heldout"]) == (10, 3, 2)
     assert made["work"]["max_supervised"] == 10 * 12
     assert made["sources"][0]["basis"] == "counted"
-    assert made["cached"]["prepare"] == "not yet"
     for text in ("10 in 3 shards", "estimates, not measurements", "assumed:", "tiny/bytes"):
         assert text in result.output
     assert not list(store.root().glob("tokenizer-*/*.safetensors"))
@@ -51,7 +50,7 @@ def test_a_plan_counts_rows_and_tokens_and_shows_its_assumptions(planner: Planne
 def test_prepare_alone_and_the_whole_run_share_one_cache_entry(
     planner: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """prepare_shards fetches no weights; the driver, which does, still finds its shards, and so does the plan."""
+    """prepare_shards fetches no weights; the driver, which does, still finds its shards."""
     from eagle3.engine import engine
 
     def far_enough(*_: Any, **__: Any) -> None:
@@ -64,48 +63,6 @@ def test_prepare_alone_and_the_whole_run_share_one_cache_entry(
     assert pyflyte_run(planner.recipe()).exit_code != 0
     assert [e.cached for e in journal.entries() if e.stage == "prepare_data"] == [True]
     assert list(store.root().glob("target-*/*.safetensors"))
-    assert planner.plan()[0]["cached"]["prepare"] == "yes"
-
-
-@pytest.mark.slow
-def test_a_plan_knows_what_a_finished_run_left_in_the_cache(
-    planner: Planner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from eagle3.evaluation import benchmark
-    from eagle3.training import launch
-    from eagle3.training.loop import train
-
-    def evaluate(*inputs: Any, **how: Any) -> dict[str, Any]:
-        figures: dict[str, Any] = dict.fromkeys(("acceptance_length", "trainer_acceptance_length"), 1.5)
-        figures |= {"acceptance_by_position": [0.5, 0.0, 0.0], "outputs_identical": True}
-        figures |= {"tokens_per_s": {"with_draft": 2.0, "without_draft": 1.0}}
-        Path(inputs[-1]).write_text(json.dumps(figures))
-        return figures
-
-    monkeypatch.setattr(benchmark, "evaluate", evaluate)
-    monkeypatch.setattr(launch, "train_in_processes", lambda job, report: train(job))
-    ran = pyflyte_run(planner.recipe())
-    assert ran.exit_code == 0, (ran.output, ran.exception)
-    whole = planner.plan()[0]["cached"]
-    shards = "3 of 3 shards"
-    assert whole == {
-        "prepare": "yes",
-        "regenerate": shards,
-        "vocab": "yes",
-        "extract": shards,
-        "train": "yes",
-        "export": "yes",
-        "evaluate": "yes",
-    }
-    other = planner.plan(train={"learning_rate": 5e-3})[0]["cached"]
-    assert (other["extract"], other["train"]) == (shards, "not yet")
-    assert other["export"].startswith("unknown")
-    longer = planner.plan(regenerate={"max_new_tokens": 13})[0]["cached"]
-    assert (longer["prepare"], longer["regenerate"]) == ("yes", "0 of 3 shards")
-    elsewhere = planner.plan(resources={"engine": {"accelerator": "H100"}}, fanout={"replicas": 1})[0][
-        "cached"
-    ]
-    assert elsewhere == whole
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from flytekit.types.file import FlyteFile
 from s3fs import S3FileSystem
 
 from eagle3.errors import EngineDied
-from workflows import table
+from tests.helpers.flyte_runs import all_tasks
 from workflows.flyte.interfaces import DraftVocab
 from workflows.flyte.stage import recoverable, stage
 
@@ -210,5 +210,5 @@ def test_memory_that_does_not_suffice_is_named_with_its_remedy_here_too() -> Non
 
 
 def test_every_task_marks_the_faults_that_pass() -> None:
-    for entity in table.TASKS:
+    for entity in all_tasks():
         assert inspect.unwrap(entity.task_function) is not entity.task_function, entity.name

@@ -18,9 +18,6 @@ from workflows.flyte.interfaces import ResolvedInputs, Target
 from workflows.flyte.pods import DATA, ENGINE, HUB, LIGHT, TRAINER
 from workflows.flyte.stage import recoverable
 from workflows.flyte.summary import run_dir, write_text
-from workflows.tasks.cached_run import cached_stages
-
-UNKNOWN = {"all stages": "unknown: a cluster's cache cannot be asked from a task"}
 
 
 @task(container_image=images.CPU, retries=2, enable_deck=True, deck_fields=(), **LIGHT, **HUB)
@@ -66,10 +63,7 @@ def plan_run(
         sources, SourceConfig(path=store.fetch(heldout), name="heldout"), target_dir, data, regenerate.enabled
     )
     work = workload(surveys, [s.weight for s in sources], data, regenerate, engine.max_model_len)
-    held = cached_stages(found, settings) if store.is_local() else UNKNOWN
-    made = planning.with_cached(
-        planning.make_plan(settings, config, target.name, surveys, num_heldout, work), held
-    )
+    made = planning.make_plan(settings, config, target.name, surveys, num_heldout, work)
     text, out = planning.render_text(made) + _disk_text(made.max_state_bytes), run_dir(run_name)
     write_text(out / "plan.json", json.dumps(made.to_dict(), indent=1))
     Deck("Plan", document(f"Plan of {run_name}", f"<h1>{escape(run_name)}</h1><pre>{escape(text)}</pre>"))
