@@ -142,7 +142,7 @@ class FanOutConfig(StageConfig):
     )
     server_urls: list[Uri] = Field(
         default=[],
-        description="running vLLM servers that answer and capture instead of replicas, shards dealt out in turn",
+        description="running vLLM servers that answer instead of replicas; shards are dealt out in turn",
     )
     min_success_ratio: float = Field(
         default=1.0,

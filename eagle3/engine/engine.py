@@ -3,8 +3,8 @@
 A call with equal settings finds its engine ready, so the shards of one stage share one start; other settings close it first,
 because two engines do not fit in memory. The worker ends when this process does, however that ends: its stdin closes.
 
-All three take `tensor_parallel_size`, GPUs that share the target; `server_url` of a running vLLM server (for capture one that is
-set up for it), which then does the work instead of an engine of ours; and `watch`, which shows how it goes.
+All three take `tensor_parallel_size`, GPUs that share the target, and `watch`, which shows how it goes; the first two `server_url` of
+a running vLLM server, which then does the work instead of an engine of ours.
 """
 
 import atexit
@@ -143,7 +143,6 @@ def capture(
     extract: ExtractConfig,
     info: dict[str, Any],
     tensor_parallel_size: int = 1,
-    server_url: str = "",
     watch: Watch | None = None,
 ) -> dict[str, Any]:
     """Capture the hidden states of one token shard into one hidden-state shard, going on from what an earlier attempt left.
@@ -176,7 +175,7 @@ def capture(
         "extract": extract.model_dump(),
         "info": info,
     }
-    settings = _settings(target_dir, engine, layer_ids, None, 0, tensor_parallel_size, server_url)
+    settings = _settings(target_dir, engine, layer_ids, None, 0, tensor_parallel_size, "")
     return _run_capture(settings, request, watch or Watch("extract"))
 
 

@@ -120,9 +120,8 @@ def _check_gpus(cfg: RunSettings, size: TargetSize) -> None:
     gpu = ACCELERATORS[cfg.resources.engine.accelerator]
     usable = gpu.memory_gb * 1e9 * cfg.engine.gpu_memory_utilization
     longest, num_gpus = cfg.engine.max_model_len, cfg.fanout.tensor_parallel_size
-    check_tensor_parallel(size, num_gpus)  # beside servers too, for the evaluation
-    if not cfg.fanout.server_urls:
-        check_gpu_memory(size, cfg.engine.dtype, longest, num_gpus, usable, RAISE_TENSOR_PARALLEL)
+    check_tensor_parallel(size, num_gpus)
+    check_gpu_memory(size, cfg.engine.dtype, longest, num_gpus, usable, RAISE_TENSOR_PARALLEL)
     remedy = f"for the evaluation: set evaluate.dtype to bfloat16, {RAISE_TENSOR_PARALLEL}"
     check_gpu_memory(size, cfg.evaluate.dtype, longest, num_gpus, usable, remedy)
 
@@ -220,11 +219,12 @@ def _stages(
     cfg: RunSettings, work: Workload, size: TargetSize, draft: DraftSize, raw_bytes: int, heldout: int
 ) -> list[StageCost]:
     gpu, num_gpus = ACCELERATORS[cfg.resources.engine.accelerator], cfg.fanout.tensor_parallel_size
-    lanes = len(cfg.fanout.server_urls) or cfg.fanout.replicas
+    replicas = cfg.fanout.replicas
     stages = []
     if work.waiting_rows:
-        stages.append(regenerate_cost(work, size, cfg.engine, gpu, num_gpus, lanes))
-    stages.append(extract_cost(work, size, cfg.extract, gpu, num_gpus, lanes, raw_bytes))
+        answering = len(cfg.fanout.server_urls) or replicas
+        stages.append(regenerate_cost(work, size, cfg.engine, gpu, num_gpus, answering))
+    stages.append(extract_cost(work, size, cfg.extract, gpu, num_gpus, replicas, raw_bytes))
     trainer = cfg.resources.trainer
     stages.append(train_cost(work, draft, cfg.train, ACCELERATORS[trainer.accelerator], trainer.gpus))
     stages.append(evaluate_cost(heldout, size, cfg.engine, cfg.evaluate, gpu, num_gpus))
@@ -252,7 +252,10 @@ def _start_notes(cfg: RunSettings, work: Workload, stages: Sequence[StageCost]) 
     """An engine starts once a shard, which should take under MAX_START_SHARE of the shard's time."""
     notes = []
     for stage in stages:
-        if stage.stage not in ("regenerate", "extract") or work.shards == 1 or cfg.fanout.server_urls:
+        starts_engines = stage.stage == "extract" or (
+            stage.stage == "regenerate" and not cfg.fanout.server_urls
+        )
+        if not starts_engines or work.shards == 1:
             continue
         seconds = stage.gpu_hours * 3600 / cfg.fanout.tensor_parallel_size / work.shards
         share = ENGINE_START_S / seconds

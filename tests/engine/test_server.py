@@ -1,4 +1,4 @@
-"""A real vLLM server, started by the very command line that users are given, against transformers: states, answers, refusals."""
+"""A real vLLM server against transformers: its answers and its refusals."""
 
 import os
 import secrets
@@ -14,26 +14,15 @@ from pathlib import Path
 
 import httpx
 import pytest
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from eagle3.engine.progress import Report
 from eagle3.engine.server.client import KEY_VARIABLE
 from eagle3.engine.server.engine import ServerEngine
-from eagle3.engine.server.state_files import serve_line
 from eagle3.regenerate.answers import Answer, Sampling
-from eagle3.shards.tokens import TokenRow
-from tests.engine.test_capture_and_generate import (
-    CHUNKED,
-    END,
-    LAYER_IDS,
-    TOLERANCE,
-    expected_states,
-    largest_error,
-    random_rows,
-    save_target,
-)
+from tests.engine.test_capture_and_generate import CHUNKED, END, random_rows, save_target
 from tests.helpers.factories import greedy_answer
+from tests.helpers.server_engines import server_engine
 
 pytestmark = pytest.mark.engine
 
@@ -50,8 +39,8 @@ runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 """
 # The engine inside one process, one thread, no compilation, a small cache, and no tokenizer, which the target lacks.
 SMALL = (
-    "--distributed-executor-backend uni --enforce-eager --block-size 32 --kv-cache-memory-bytes 67108864 --skip-tokenizer-init "
-    "--host 127.0.0.1"
+    "--dtype float32 --max-model-len 128 --max-num-seqs 32 --max-num-batched-tokens 48 --host 127.0.0.1 "
+    "--distributed-executor-backend uni --enforce-eager --block-size 32 --kv-cache-memory-bytes 67108864 --skip-tokenizer-init"
 )
 QUIET = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -64,22 +53,15 @@ QUIET = {
 
 @dataclass(frozen=True)
 class Server:
-    """A running server, its target and the directory of its files."""
+    """A running server and its target."""
 
     url: str
     key: str
     model: PreTrainedModel
     target_dir: Path
-    states_dir: Path
 
-    def engine(self, layer_ids: list[int]) -> ServerEngine:
-        settings = {
-            "target_dir": str(self.target_dir),
-            "layer_ids": layer_ids,
-            "draft_dir": None,
-            "num_speculative_tokens": 0,
-        }
-        return ServerEngine({**settings, "engine": CHUNKED.model_dump(), "server_url": self.url})
+    def engine(self) -> ServerEngine:
+        return server_engine(self.url, self.target_dir, CHUNKED)
 
 
 @pytest.fixture(scope="module")
@@ -89,17 +71,13 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = Server(
-        f"http://127.0.0.1:{port}", secrets.token_hex(16), model, path / "target", path / "states"
-    )
-    variable, python, *_, arguments = serve_line(
-        server.target_dir, LAYER_IDS, CHUNKED, server.states_dir
-    ).split(" ", 4)
-    assert python == "python"
-    command = [sys.executable, "-c", FORKING, *shlex.split(f"{arguments} {SMALL} --port {port}")]
-    environment = {**os.environ, **QUIET, "VLLM_API_KEY": server.key, **dict([variable.split("=")])}
+    server = Server(f"http://127.0.0.1:{port}", secrets.token_hex(16), model, path / "target")
+    arguments = shlex.split(f"--model {shlex.quote(str(server.target_dir))} --port {port} {SMALL}")
+    environment = {**os.environ, **QUIET, "VLLM_API_KEY": server.key}
     with open(path / "log", "w+") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [sys.executable, "-c", FORKING, *arguments], env=environment, stdout=log, stderr=log
+        )
         try:
             wait_until_healthy(process, server.url, path / "log")
             yield server
@@ -125,24 +103,8 @@ def server(running: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
     return running
 
 
-def test_the_servers_states_are_the_models(server: Server) -> None:
-    rows = random_rows()
-    found: dict[int, tuple[Tensor, int]] = {}
-    engine = server.engine(LAYER_IDS)
-    cached = engine.capture(rows, LAYER_IDS, lambda i, states, token: found.update({i: (states, token)}))
-    assert cached > 0
-    assert sorted(found) == list(range(len(rows)))
-    for i, row in enumerate(rows):
-        states, next_tokens = expected_states(server.model, row)
-        for layer in range(len(LAYER_IDS) + 1):
-            assert largest_error(found[i][0][:, layer], states[:, layer]) < TOLERANCE, (row.sample_id, layer)
-        assert found[i][1] == int(next_tokens[-1])
-    assert list(server.states_dir.iterdir()) == []
-    assert engine.describe()["engine_version"].startswith("vllm 0.")
-
-
 def test_the_servers_greedy_answers_are_the_models_own(server: Server) -> None:
-    engine = server.engine(LAYER_IDS)
+    engine = server.engine()
     prompts = [r.token_ids[:40] for r in random_rows()[:20]]
     greedy = Sampling(0.0, 1.0, 24)
     made = engine.generate(prompts, greedy, 0, Report())
@@ -150,6 +112,7 @@ def test_the_servers_greedy_answers_are_the_models_own(server: Server) -> None:
         assert Answer(**given) == Answer(*greedy_answer(server.model, prompt, 24, END))
     assert {a["finish_reason"] for a in made["answers"]} == {"stop", "length"}
     assert made["num_drafts"] == 0
+    assert engine.describe()["engine_version"].startswith("vllm 0.")
     endless = replace(greedy, ignore_eos=True)
     made = engine.generate(prompts, endless, 0, Report())
     assert {len(a["token_ids"]) for a in made["answers"]} == {24}
@@ -158,19 +121,11 @@ def test_the_servers_greedy_answers_are_the_models_own(server: Server) -> None:
     ]
     assert sampled[0] != sampled[1]
     assert len(engine.generate([[5] * 120], endless, 0, Report())["answers"][0]["token_ids"]) == 8
-    assert list(server.states_dir.iterdir()) == []
 
 
-def test_a_wrong_key_other_layers_and_long_prompts_are_refused(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = [0, 2, 3]
-    with pytest.raises(ValueError, match=r"must capture layers \[0, 2, 3, 4\], it captures \[0, 1, 3, 4\]"):
-        server.engine(other).capture(random_rows(), other, lambda *row: None)
-    too_long = TokenRow("long", "test", [1] * 129, [True] * 129)
-    with pytest.raises(ValueError, match="refused /v1/completions: 400 .*max_tokens"):
-        server.engine(LAYER_IDS).capture([too_long], LAYER_IDS, lambda *row: None)
-    assert list(server.states_dir.iterdir()) == []
+def test_a_wrong_key_and_long_prompts_are_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="refused /v1/completions: 400 "):
+        server.engine().generate([[1] * 127 + [97]], Sampling(0.0, 1.0, 1), 0, Report())
     monkeypatch.setenv(KEY_VARIABLE, "wrong")
     with pytest.raises(ValueError, match=f"401 .*Unauthorized.*{KEY_VARIABLE}"):
-        server.engine(LAYER_IDS)
+        server.engine()

@@ -1,4 +1,4 @@
-"""Engines whose server is a stand-in, and what is asked of them."""
+"""Engines whose answers a server makes, and what they are asked."""
 
 from pathlib import Path
 from typing import Any
@@ -10,23 +10,26 @@ from eagle3.regenerate.answers import Sampling
 from tests.helpers.vllm_server import StandIn
 
 ENGINE = EngineConfig(dtype="float32", max_model_len=64, max_num_seqs=2)
-LAYER_IDS = [1, 3]
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=5)
 PROMPTS = [[3, i, i + 1][: 1 + i % 3] for i in range(12)]
 
 
-def engine(server: StandIn, target: Path, layer_ids: list[int] | None = None, **changes: Any) -> ServerEngine:
+def server_engine(
+    url: str, target: Path, config: EngineConfig = ENGINE, draft_dir: str | None = None
+) -> ServerEngine:
     settings = {
         "target_dir": str(target),
-        "layer_ids": layer_ids,
-        "draft_dir": None,
+        "layer_ids": None,
+        "draft_dir": draft_dir,
         "num_speculative_tokens": 0,
+        "engine": config.model_dump(),
+        "server_url": url,
     }
-    return ServerEngine({**settings, "engine": ENGINE.model_dump(), "server_url": server.url, **changes})
+    return ServerEngine(settings)
 
 
 def answer(
     server: StandIn, target: Path, prompts: list[list[int]] = PROMPTS, sampling: Sampling = GREEDY
 ) -> dict[str, Any]:
     """What a new engine makes of the prompts."""
-    return engine(server, target).generate(prompts, sampling, 0, Report())
+    return server_engine(server.url, target).generate(prompts, sampling, 0, Report())

@@ -4,21 +4,15 @@ A real server cannot be told to answer 503 twice, to cut an answer in the middle
 one does when all is well is tests/engine/test_server.py's.
 """
 
-import fcntl
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-
-VOCAB, WIDTH, DEPTH, END = 50, 4, 4, 2
+VOCAB, DEPTH, END = 50, 4, 2
 Fault = Callable[["Handler", dict[str, Any]], None]
 
 
@@ -27,16 +21,9 @@ def own_words(prompt: list[int], length: int) -> list[int]:
     return [3 + (sum(prompt) + k) % (VOCAB - 3) for k in range(length)]
 
 
-def own_states(prompt: list[int], layer_ids: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """[T, L, WIDTH]: every number tells its token, layer and channel."""
-    tokens, layers, channels = torch.tensor(prompt), torch.tensor(layer_ids), torch.arange(WIDTH)
-    return (tokens[:, None, None] * 100 + layers[None, :, None] * 10 + channels + 1).to(dtype)
-
-
 class StandIn(ThreadingHTTPServer):
     """`faults` are used up in order by completion requests, one each; then all is well.
 
-    states_dir: where to write states, as a server that captures does; None as one that does not.
     together: answers wait until as many requests are in flight.
     """
 
@@ -55,10 +42,6 @@ class StandIn(ThreadingHTTPServer):
         self.together: threading.Barrier | None = None
         self.dies_after: int | None = None
         self.metrics: Callable[[], str] = lambda: ""
-        self.states_dir: Path | None = None
-        self.most_files = 0
-        self.layer_ids = [1, 3, DEPTH]
-        self.write: Callable[[Path, dict[str, Tensor]], None] = lambda path, tensors: save_file(tensors, path)
 
     def end(self) -> None:
         """Take no more connections."""
@@ -67,28 +50,6 @@ class StandIn(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Keep quiet: clients hang up here on purpose."""
-
-    def write_states(self, request: dict[str, Any]) -> str:
-        """As the connector does: the lock is there and held when the response goes out, the file follows."""
-        assert self.states_dir is not None
-        self.states_dir.mkdir(exist_ok=True)
-        path = self.states_dir / f"cmpl-{request['request_id']}-0-{len(self.requests):08x}.safetensors"
-        lock = open(f"{path}.lock", "wb")  # noqa: SIM115  # closed by the writer
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        self.most_files = max(self.most_files, len(list(self.states_dir.glob("*.lock"))))
-        tensors = {
-            "hidden_states": own_states(request["prompt"], self.layer_ids),
-            "token_ids": torch.tensor(request["prompt"]),
-        }
-        tensors["layer_ids"] = torch.tensor(self.layer_ids)
-
-        def finish() -> None:
-            with lock:
-                time.sleep(0.02)
-                self.write(path, tensors)
-
-        threading.Thread(target=finish, daemon=True).start()
-        return str(path)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -147,13 +108,7 @@ def answer(handler: Handler, request: dict[str, Any], **changes: Any) -> None:
         "prompt_token_ids": prompt,
         "finish_reason": "length",
     }
-    body: dict[str, Any] = {
-        "choices": [{**choice, **changes}],
-        "usage": {"prompt_tokens_details": {"cached_tokens": 1}},
-    }
-    if handler.server.states_dir is not None:
-        body["kv_transfer_params"] = {"hidden_states_path": handler.server.write_states(request)}
-    handler.reply(body)
+    handler.reply({"choices": [{**choice, **changes}]})
 
 
 def with_changes(**changes: Any) -> Fault:

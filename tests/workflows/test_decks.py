@@ -147,7 +147,7 @@ def common(tmp_path: Path) -> dict[str, Any]:
         "target": a_target(tmp_path),
         "target_digest": "target",
     }
-    return {**inputs, "engine": ENGINE, "server_url": "", "tensor_parallel_size": 1}
+    return {**inputs, "engine": ENGINE, "tensor_parallel_size": 1}
 
 
 @pytest.mark.parametrize(("task", "stage"), [(regenerate_shard, "regenerate"), (collect_shard, "collect")])
@@ -172,7 +172,7 @@ def test_an_answering_task_shows_its_shard_and_the_accounts(
 
     monkeypatch.setattr(target_engine, "play", play)
     with pod(tmp_path):
-        made = task.task_function(regenerate=RegenerateConfig(), **common(tmp_path))
+        made = task.task_function(regenerate=RegenerateConfig(), server_url="", **common(tmp_path))
         page = at_the_end(tmp_path)
     assert (made.tokens, made.accounts) == (4567, counts)
     for text in (

@@ -15,11 +15,11 @@ from eagle3.uris import redact
 from workflows.flyte import store
 from workflows.flyte.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
 from workflows.flyte.live import JobDeck
-from workflows.flyte.pods import DYNAMIC, ENGINE, LIGHT, SERVER, Pod, after_template, replica_pod
+from workflows.flyte.pods import DYNAMIC, ENGINE, LIGHT, Pod, after_template, replica_pod
 from workflows.flyte.stage import recoverable, stage
 
 logger = logging.getLogger("eagle3")
-CACHE = Cache(version="3", ignored_inputs=("shard", "target", "server_url", "tensor_parallel_size"))
+CACHE = Cache(version="3", ignored_inputs=("shard", "target", "tensor_parallel_size"))
 # Constant, since both are in a map task's name and so in its cache key: no failure fails the node, and the recipe's ratio is
 # enforced by gather_hidden_states.
 LANE = {"concurrency": 1, "min_success_ratio": 0.0}
@@ -34,7 +34,6 @@ NAME = "extract_hidden_states"
     enable_deck=True,
     deck_fields=(),
     **ENGINE,
-    **SERVER,
 )
 @stage
 def extract_shard(
@@ -44,7 +43,6 @@ def extract_shard(
     target_digest: str,
     engine: EngineConfig,
     extract: ExtractConfig,
-    server_url: str,
     tensor_parallel_size: int,
 ) -> HiddenStateShard:
     """Capture one shard where its key says it belongs: a retry or another run goes on behind the last finished chunk."""
@@ -65,7 +63,6 @@ def extract_shard(
             extract,
             info,
             tensor_parallel_size=tensor_parallel_size,
-            server_url=server_url,
             watch=deck.watch(),
         )
     deck.finish(_figures(manifest))
@@ -134,13 +131,13 @@ def extract_hidden_states(
     fanout: FanOutConfig,
     resources: ResourcesConfig,
 ) -> HiddenStateShards:
-    """Run every shard through the target, in as many lanes as there are replicas or servers.
+    """Run every shard through the target, in as many lanes as there are replicas: a server captures nothing.
 
     Raises:
         ValueError: if the states do not fit on the local disk.
     """
     check_room(shards, target, engine, extract)
-    num_lanes = min(len(shards.shards), len(fanout.server_urls) or fanout.replicas)
+    num_lanes = min(len(shards.shards), fanout.replicas)
     common = {
         "target": target,
         "target_digest": target.digest,
@@ -148,10 +145,9 @@ def extract_hidden_states(
         "extract": extract,
         "tensor_parallel_size": fanout.tensor_parallel_size,
     }
-    pod = replica_pod(fanout, resources)
+    pod = replica_pod(fanout.model_copy(update={"server_urls": []}), resources)
     lanes: list[Any] = []
     for i in range(num_lanes):
-        common["server_url"] = fanout.server_urls[i] if fanout.server_urls else ""
         lane = shards.shards[i::num_lanes]
         if fanout.min_success_ratio == 1:
             lanes.append(_strict_lane(lane, common, pod))

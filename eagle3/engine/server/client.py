@@ -59,28 +59,16 @@ class _Choice(BaseModel):
     finish_reason: str
 
 
-class _CachedTokens(BaseModel):
-    cached_tokens: int | None = None
-
-
-class _Usage(BaseModel):
-    prompt_tokens_details: _CachedTokens | None = None
-
-
 class _Completions(BaseModel):
     choices: list[_Choice] = Field(min_length=1, max_length=1)
-    usage: _Usage | None = None
-    kv_transfer_params: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer. hidden_states_path: where a server that captures wrote the prompt's states; cached_tokens: 0 if not told."""
+    """One answer. finish_reason: "stop" or "length"."""
 
     token_ids: list[int]
     finish_reason: str
-    cached_tokens: int
-    hidden_states_path: str | None
 
 
 class ServerClient:
@@ -139,7 +127,7 @@ class ServerClient:
         Args:
             prompt: token ids, sent and answered as such; nothing is added to them.
             max_tokens: longest answer.
-            request_id: at the front of the name of any file that the server writes.
+            request_id: the server's log names the request by it.
             sampling: further fields of /v1/completions.
 
         Raises:
@@ -167,11 +155,7 @@ class ServerClient:
             raise EngineDied(
                 f"the server at {self.url} ended an answer with {choice.finish_reason!r}; see its log, then run again"
             )
-        details = answer.usage.prompt_tokens_details if answer.usage else None
-        path = (answer.kv_transfer_params or {}).get("hidden_states_path")
-        return Completion(
-            choice.token_ids, choice.finish_reason, (details and details.cached_tokens) or 0, path
-        )
+        return Completion(choice.token_ids, choice.finish_reason)
 
     async def _ask(
         self,

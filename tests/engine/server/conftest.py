@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from eagle3.engine.server import client
-from eagle3.engine.server import engine as server_engine
-from tests.helpers.vllm_server import DEPTH, END, WIDTH, StandIn, stand_in
+from tests.helpers.vllm_server import DEPTH, END, StandIn, stand_in
 
 
 @pytest.fixture
@@ -19,15 +18,14 @@ def server() -> Iterator[StandIn]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients and engines that do not wait long before they ask again."""
+    """Clients that do not wait long before they ask again."""
     monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(client, "LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr(server_engine, "ABORT_S", 0.0)
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     """All that an engine whose server holds the target reads of it."""
-    config = {"num_hidden_layers": DEPTH, "hidden_size": WIDTH, "eos_token_id": END}
+    config = {"num_hidden_layers": DEPTH, "eos_token_id": END}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path

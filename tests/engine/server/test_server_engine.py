@@ -10,50 +10,45 @@ from eagle3.engine.progress import Report
 from eagle3.engine.server import client
 from eagle3.engine.server.engine import draft_counts
 from eagle3.regenerate.answers import Answer, Request, Sampling
-from tests.helpers.server_engines import ENGINE, LAYER_IDS, PROMPTS, answer, engine
+from tests.helpers.server_engines import ENGINE, PROMPTS, answer, server_engine
 from tests.helpers.vllm_server import DEPTH, END, StandIn, lost, own_words, status, with_changes
 
 pytestmark = pytest.mark.usefixtures("quick")
 
 
 def test_it_says_what_the_server_said(server: StandIn, target: Path) -> None:
-    told = engine(server, target).describe()
+    told = server_engine(server.url, target).describe()
     assert (told["engine"], told["engine_version"]) == ("vllm server", "vllm 0.32.0")
     assert (told["server_max_model_len"], told["dtype"], told["last_layer_id"]) == (65, "float32", DEPTH)
 
 
 @pytest.mark.parametrize(
-    ("models", "layer_ids", "message"),
+    ("models", "message"),
     [
-        ({"data": []}, None, r"exactly one model, got \[\]"),
-        (
-            {"data": [{"id": "a", "max_model_len": 99}, {"id": "b"}]},
-            None,
-            r"exactly one model, got \['a', 'b'\]",
-        ),
-        ({"data": [{"id": "a", "max_model_len": 63}]}, None, "must take 64 tokens, it takes 63"),
-        ({"data": [{"id": "a", "max_model_len": 64}]}, LAYER_IDS, "must take 65 tokens, it takes 64"),
-        ({"data": [{"id": "a"}]}, None, "must take 64 tokens, it takes None"),
-        ({"models": ["a"]}, None, r"/v1/models without what is needed \(data"),
-        ("<html>hello</html>", None, "no JSON but '<html>hello</html>'"),
+        ({"data": []}, r"exactly one model, got \[\]"),
+        ({"data": [{"id": "a", "max_model_len": 99}, {"id": "b"}]}, r"exactly one model, got \['a', 'b'\]"),
+        ({"data": [{"id": "a", "max_model_len": 63}]}, "must take 64 tokens, it takes 63"),
+        ({"data": [{"id": "a"}]}, "must take 64 tokens, it takes None"),
+        ({"models": ["a"]}, r"/v1/models without what is needed \(data"),
+        ("<html>hello</html>", "no JSON but '<html>hello</html>'"),
     ],
 )
 def test_a_server_that_does_not_fit_is_refused_before_any_work(
-    server: StandIn, target: Path, models: Any, layer_ids: list[int] | None, message: str
+    server: StandIn, target: Path, models: Any, message: str
 ) -> None:
     server.models = models
     with pytest.raises((ValueError, RuntimeError), match=message):
-        engine(server, target, layer_ids)
+        server_engine(server.url, target)
     assert server.requests == []
 
 
 def test_a_server_that_is_not_there_or_cannot_draft_is_refused(server: StandIn, target: Path) -> None:
     with pytest.raises(ValueError, match="cannot load a draft"):
-        engine(server, target, draft_dir="draft")
+        server_engine(server.url, target, draft_dir="draft")
     absent = StandIn()
     absent.server_close()
     with pytest.raises(RuntimeError, match=f"{absent.url} gave no answer to /version in 4 attempts"):
-        engine(absent, target)
+        server_engine(absent.url, target)
 
 
 def test_answers_come_in_the_order_of_their_prompts_whatever_fails_between(
@@ -109,7 +104,7 @@ def test_conversations_go_on_side_by_side_until_nothing_follows(server: StandIn,
         found[i].append(answer.token_ids)
         return Request([3, i, len(found[i])], Sampling(0.0, 1.0, 4)) if len(found[i]) < 3 else None
 
-    engine(server, target).play(
+    server_engine(server.url, target).play(
         {i: Request([3, i], Sampling(0.0, 1.0, 5)) for i in range(3)}, follow, 0, Report()
     )
     assert found == {
@@ -121,7 +116,7 @@ def test_conversations_go_on_side_by_side_until_nothing_follows(server: StandIn,
 def test_every_answer_counts_and_conversations_where_they_end(server: StandIn, target: Path) -> None:
     report = Report()
     requests = {i: Request([3, i], Sampling(0.0, 1.0, 5)) for i in range(3)}
-    engine(server, target).play(
+    server_engine(server.url, target).play(
         requests,
         lambda i, a: Request([3], Sampling(0.0, 1.0, 4)) if len(a.token_ids) == 5 and i else None,
         0,
@@ -170,3 +165,11 @@ def test_drafts_are_counted_from_the_metrics(server: StandIn, target: Path) -> N
     server.metrics = iter([metrics(100, 50, 20), metrics(109, 55, 22)]).__next__
     made = answer(server, target, [[3]])
     assert (made["num_drafts"], made["num_accepted_tokens"], made["accepted_per_position"]) == (9, 7, [5, 2])
+
+
+def test_the_first_failure_ends_the_call_and_asks_nothing_more(server: StandIn, target: Path) -> None:
+    server.seconds_an_answer = 0.05
+    server.faults = [status(400, {"error": "no"})] * len(PROMPTS)
+    with pytest.raises(ValueError, match="refused /v1/completions: 400"):
+        answer(server, target, PROMPTS)
+    assert len(server.requests) <= 2 * ENGINE.max_num_seqs
