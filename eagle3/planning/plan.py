@@ -191,10 +191,10 @@ def make_plan(
         work.max_tokens, work.max_supervised, len(layer_ids), size.hidden_size, encoding
     )
     raw = hidden_state_bytes(work.tokens, work.supervised, len(layer_ids), size.hidden_size, encoding)
-    held = min(cfg.train.shuffle_chunks * cfg.extract.chunk_bytes, most)
+    held = min(2 * cfg.train.shuffle_chunks * cfg.extract.chunk_bytes, most)
     if held > cfg.train.disk_budget_bytes:
         raise ValueError(
-            f"the chunks in use at one time take up to {held} bytes, the disk budget is {cfg.train.disk_budget_bytes}; "
+            f"two groups of chunks take up to {held} bytes, the disk budget is {cfg.train.disk_budget_bytes}; "
             "lower train.shuffle_chunks or raise train.disk_budget_bytes"
         )
     stages = _stages(cfg, work, size, draft, raw, heldout)

@@ -35,10 +35,10 @@ from eagle3.training.checkpoint import (
 )
 from eagle3.training.distributed import DistContext
 from eagle3.training.launch import Preempted, TrainJob
-from eagle3.training.loader import ShardRows, read_packs, split_pack
+from eagle3.training.loader import ShardRows, read_packs
 from eagle3.training.metrics import MetricLog
 from eagle3.training.optimizer import learning_rate_factor, make_optimizers, set_learning_rate
-from eagle3.training.schedule import Plan, make_plan
+from eagle3.training.schedule import Schedule, make_schedule, split_pack
 from eagle3.training.step import PART_TOKENS, Objective, Trainer, judge, train_step
 from eagle3.vocab import load_vocab
 
@@ -74,7 +74,14 @@ def train(
                 f"the shards hold aux layers {found}, the job says {job.layer_ids}; extract those or train on these"
             )
     trainer, identity = make_trainer(job, ranks)
-    run(trainer, make_plan(rows, job.cfg, identity), rows, out, should_stop, judge_first=bool(job.init_dir))
+    run(
+        trainer,
+        make_schedule(rows, job.cfg, identity),
+        rows,
+        out,
+        should_stop,
+        judge_first=bool(job.init_dir),
+    )
     shutil.rmtree(cache_dir)
 
 
@@ -135,7 +142,7 @@ def target_head(target: TargetTensors, target_ids: Tensor, device: torch.device)
 
 def run(
     trainer: Trainer,
-    plan: Plan,
+    schedule: Schedule,
     rows: ShardRows,
     out: Path,
     should_stop: Callable[[int], bool],
@@ -146,8 +153,8 @@ def run(
     Args:
         judge_first: the initial weights may be the best.
     """
-    ranks, cfg, total = trainer.ranks, trainer.cfg, len(plan.steps)
-    state = TrainingRun(trainer, plan, out)
+    ranks, cfg, total = trainer.ranks, trainer.cfg, len(schedule.steps)
+    state = TrainingRun(trainer, schedule, out)
     done = state.progress.step
     logger.info(
         "%d of %d steps done, %d rows, %d processes, %s",
@@ -158,21 +165,21 @@ def run(
         ranks.device,
     )
     held_out = list(
-        read_packs(rows, plan.validation[ranks.rank :: ranks.size], cfg.pack_tokens, cfg.ttt_steps)
+        read_packs(rows, schedule.validation[ranks.rank :: ranks.size], cfg.pack_tokens, cfg.ttt_steps)
     )
-    if plan.validation and not ranks.any(any(len(batch.slots) for batch in held_out)):
+    if schedule.validation and not ranks.any(any(len(batch.slots) for batch in held_out)):
         logger.warning(
             "the %d held-out packs have no supervised slot: no weights are better than others",
-            len(plan.validation),
+            len(schedule.validation),
         )
     with (
         tqdm(
             total=total, initial=done, desc="train_draft", unit="step", mininterval=2, disable=ranks.rank > 0
         ) as bar,
-        closing(step_batches(rows, plan, done, ranks, cfg)) as packs_of_steps,
+        closing(step_batches(rows, schedule, done, ranks, cfg)) as packs_of_steps,
     ):
         state.log.on_flush = partial(_show, bar)
-        if judge_first and done == 0 and plan.validation:
+        if judge_first and done == 0 and schedule.validation:
             length = state.validate(held_out)["validation_acceptance_length"]
             logger.info("the initial draft has a held-out acceptance length of %.3f", length)
         for step in range(done, total):
@@ -202,20 +209,20 @@ def _show(bar: "tqdm[Any]", line: dict[str, Any]) -> None:
 class TrainingRun:
     """A run at some step: weights, optimizers, progress and log, from the checkpoint in `out` where there is one."""
 
-    def __init__(self, trainer: Trainer, plan: Plan, out: Path) -> None:
-        self.trainer, self.plan, self.path = trainer, plan, out / CHECKPOINT_NAME
+    def __init__(self, trainer: Trainer, schedule: Schedule, out: Path) -> None:
+        self.trainer, self.schedule, self.path = trainer, schedule, out / CHECKPOINT_NAME
         self.draft = trainer.objective.unrolled.draft
         self.progress = Progress(0, {}, 0.0, b"")
         if self.path.exists():
-            self.progress = load_checkpoint(self.path, self.draft, trainer.optimizers, plan.digest)
+            self.progress = load_checkpoint(self.path, self.draft, trainer.optimizers, schedule.digest)
         metrics_path = out / METRICS if trainer.ranks.rank == 0 else None
-        self.log = MetricLog(metrics_path, len(plan.steps), self.progress.step, self.progress.metrics)
+        self.log = MetricLog(metrics_path, len(schedule.steps), self.progress.step, self.progress.metrics)
 
     def take_step(self, batches: list[PackedBatch], wait_s: float, held_out: list[PackedBatch]) -> None:
         """Train on the packs of the next step; log, validate and save where it is due."""
         for batch in batches:
             self._check_fits(batch)
-        cfg, step, total = self.trainer.cfg, self.progress.step, len(self.plan.steps)
+        cfg, step, total = self.trainer.cfg, self.progress.step, len(self.schedule.steps)
         started = time.process_time()
         factor = learning_rate_factor(step, total, cfg)
         set_learning_rate(self.trainer.optimizers, factor)
@@ -227,7 +234,7 @@ class TrainingRun:
         ):  # reading the hits would hold a GPU up
             walks = [walk_batch(hits, batch) for hits, batch in zip(all_hits, batches, strict=True)]
             figures["acceptance_length"] = sum(walks, AcceptanceCounts.empty(cfg.ttt_steps)).acceptance_length
-        if done in self.plan.validate_after:
+        if done in self.schedule.validate_after:
             figures |= self.validate(held_out)
         ids = [row for batch in batches for row in batch.sample_ids]
         rate, cpu_s = cfg.learning_rate * factor, round(time.process_time() - started, 4)
@@ -259,22 +266,22 @@ class TrainingRun:
         self.log.flush()
         if self.trainer.ranks.rank == 0:
             progress = replace(self.progress, metrics=self.log.text())
-            save_checkpoint(self.path, self.draft, self.trainer.optimizers, progress, self.plan.digest)
+            save_checkpoint(self.path, self.draft, self.trainer.optimizers, progress, self.schedule.digest)
 
 
 def step_batches(
-    rows: ShardRows, plan: Plan, done: int, ranks: DistContext, cfg: TrainConfig
+    rows: ShardRows, schedule: Schedule, done: int, ranks: DistContext, cfg: TrainConfig
 ) -> Generator[tuple[list[PackedBatch], float]]:
     """The parts of this process's packs of every step from `done` on, and the seconds that it waited for them.
 
     Where a step has no pack for it, it gets the step's first without its slots: every process must take part in every step.
     """
-    mine = [plan.packs_of(step, ranks.rank, ranks.size) for step in range(done, len(plan.steps))]
+    mine = [schedule.packs_of(step, ranks.rank, ranks.size) for step in range(done, len(schedule.steps))]
     part_tokens = PART_TOKENS.get(ranks.device.type, cfg.pack_tokens)
     filled = [
         [
             part
-            for pack in packs or plan.steps[done + i][:1]
+            for pack in packs or schedule.steps[done + i][:1]
             for part in split_pack(pack, rows.lengths, part_tokens)
         ]
         for i, packs in enumerate(mine)

@@ -1,77 +1,206 @@
-"""What a run will do, from row lengths and settings alone: which packs every optimizer step trains, and when it validates.
+"""What is trained in which step, from row lengths and settings alone: packs of whole rows, and when to validate.
 
-The same for any number of processes: a step's packs are dealt out to them, and the sum over a step is that of all its packs.
+The order is a pure function of row lengths, chunks, seed, epoch and `shuffle_chunks`: a resumed run sees the packs that it
+would have seen, with any number of processes. Chunks are shuffled and taken a group at a time, the rows of a group are
+shuffled together, and packs take the longest fitting row of a window. Only the last pack of a group continues in the next.
+
+A step's packs are dealt out to the processes, and the sum over a step is that of all its packs.
 """
 
+import hashlib
+import itertools
 import logging
+from bisect import bisect, insort
+from collections import deque
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
 
 from eagle3.config.training import TrainConfig
 from eagle3.files import digest_of
-from eagle3.training.loader import ShardRows, count_cut, plan_packs
+from eagle3.training.loader import Pack, ShardRows
 
 logger = logging.getLogger(__name__)
+WINDOW_ROWS = 256
 
 
 @dataclass(frozen=True)
-class Plan:
-    """steps: packs (row numbers) of every optimizer step. validate_after: steps, from 1, after which the validation packs, rows
-    never trained on, are judged. digest: identity of data and settings."""
+class Schedule:
+    """All optimizer steps of a run.
 
-    steps: list[list[list[int]]]
+    steps: packs of every step. validation: packs of rows that are never trained on. validate_after: steps, counted from 1,
+    after which they are judged. digest: identity of data and settings.
+    """
+
+    steps: list[list[Pack]]
+    validation: list[Pack]
     validate_after: frozenset[int]
-    validation: list[list[int]]
     digest: str
 
-    def packs_of(self, step: int, rank: int, size: int) -> list[list[int]]:
+    def packs_of(self, step: int, rank: int, size: int) -> list[Pack]:
         """Packs of one process in a step (from 0); empty where there are more processes than packs."""
         return self.steps[step][rank::size]
 
 
-def make_plan(rows: ShardRows, cfg: TrainConfig, identity: str) -> Plan:
+def make_schedule(rows: ShardRows, cfg: TrainConfig, identity: str) -> Schedule:
     """Plan every epoch.
 
     Args:
         identity: what else decides the result: draft, vocabulary, initial weights.
 
     Raises:
-        ValueError: if no row or no supervised token is left to train on, or the disk budget does not hold the chunks of a group.
+        ValueError: if no row or no supervised token is left to train on, or the disk budget is too small.
     """
     if not rows.supervised_tokens:
         raise ValueError(
             "no row of the shards has a supervised token, so nothing can be learnt; look at their loss masks"
         )
-    training, validating = rows.split(cfg.validation_rows)
-    if cut := count_cut(rows.lengths, training, cfg.pack_tokens):
-        logger.warning(
-            "%d of %d rows are longer than train.pack_tokens %d and are cut",
-            cut,
-            len(training),
-            cfg.pack_tokens,
-        )
+    total = len(rows.lengths)
+    validating = choose_validation(rows.sample_ids, min(cfg.validation_rows, total // 10))
+    training = [row for row in range(total) if row not in validating]
     if not training:
-        raise ValueError(
-            f"{len(rows.lengths)} rows leave none to train on; add prompts or lower train.validation_rows"
-        )
-    steps: list[list[list[int]]] = []
+        raise ValueError(f"{total} rows leave none to train on; add prompts or lower train.validation_rows")
+    if cut := sum(rows.lengths[row] > cfg.pack_tokens for row in training):
+        message = "%d of %d rows are longer than train.pack_tokens %d and are cut"
+        logger.warning(message, cut, len(training), cfg.pack_tokens)
+    if not validating and cfg.keep == "best":
+        message = "train.keep best means the last weights here: %d rows leave none to validate on"
+        logger.warning(message, total)
+
+    plan = partial(
+        plan_packs,
+        rows.lengths,
+        rows.chunk_of,
+        pack_tokens=cfg.pack_tokens,
+        shuffle_chunks=cfg.shuffle_chunks,
+        seed=cfg.seed,
+    )
+    steps: list[list[Pack]] = []
     epoch_ends = set()
     for epoch in range(cfg.epochs):
-        packs = plan_packs(
-            rows.lengths, rows.chunk_of, training, cfg.pack_tokens, cfg.seed, epoch, cfg.shuffle_chunks
-        )
-        rows.check_budget(packs)
+        packs = plan(rows=training, epoch=epoch)
         steps += [packs[a : a + cfg.packs_per_step] for a in range(0, len(packs), cfg.packs_per_step)]
         epoch_ends.add(len(steps))
+    validation = plan(rows=sorted(validating), epoch=0)
+    for packs in (list(itertools.chain(*steps)), validation):
+        rows.check_budget(packs)
     every = cfg.validate_every
     validate_after = set(range(every, len(steps), every)) | {len(steps)} if every else epoch_ends
-    validation = plan_packs(
-        rows.lengths, rows.chunk_of, validating, cfg.pack_tokens, cfg.seed, 0, cfg.shuffle_chunks
-    )
-    if not validation and cfg.keep == "best":
-        logger.warning(
-            "train.keep best means the last weights here: %d rows leave none to validate on",
-            len(rows.lengths),
-        )
     order = (*rows.digests, *rows.sample_ids, *map(str, rows.lengths), *map(str, rows.chunk_of))
     digest = digest_of(cfg.settings_of_result().model_dump_json(), identity, *order)
-    return Plan(steps, frozenset(validate_after if validation else ()), validation, digest)
+    return Schedule(steps, validation, frozenset(validate_after if validation else ()), digest)
+
+
+def choose_validation(sample_ids: list[str], num_rows: int) -> set[int]:
+    """Choose the rows that validate, at most `num_rows`: those whose openings have the smallest hashes.
+
+    Rows whose ids have one opening (the part before the colon, if there is one) stay together, so that training never sees
+    the beginning of a conversation that validates. As the data grows, rows leave this choice but hardly ever join it.
+    """
+    openings: dict[str, list[int]] = {}
+    for row, sample_id in enumerate(sample_ids):
+        openings.setdefault(sample_id.partition(":")[0], []).append(row)
+    held: set[int] = set()
+    for opening in sorted(openings, key=lambda o: hashlib.sha256(o.encode()).digest()):
+        if len(held) + len(openings[opening]) <= num_rows:
+            held.update(openings[opening])
+    return held
+
+
+def plan_packs(
+    lengths: list[int],
+    chunk_of: list[int],
+    rows: list[int],
+    pack_tokens: int,
+    shuffle_chunks: int,
+    seed: int,
+    epoch: int,
+) -> list[Pack]:
+    """Group rows into packs of at most `pack_tokens` tokens (longer rows count as cut to that).
+
+    Args:
+        lengths: tokens of every row.
+        chunk_of: number of every row's chunk.
+        rows: row numbers that take part.
+        shuffle_chunks: chunks in a group.
+
+    Returns:
+        Packs in the order of training; every row is in exactly one.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    rows_of: dict[int, list[int]] = {}
+    for row in rows:
+        rows_of.setdefault(chunk_of[row], []).append(row)
+    chunks = _shuffled(sorted(rows_of), generator)
+    starts = range(0, len(chunks), shuffle_chunks)
+    packs: list[Pack] = []
+    open_pack: Pack | None = None
+    for group, start in enumerate(starts, epoch * len(starts)):
+        mixed = [row for chunk in chunks[start : start + shuffle_chunks] for row in rows_of[chunk]]
+        begun = open_pack or Pack([], group)
+        first, *others = _fill(begun.rows, _shuffled(mixed, generator), lengths, pack_tokens)
+        *full, last = [Pack(first, begun.group), *(Pack(pack, group) for pack in others)]
+        # The pack that two groups share comes between them: elsewhere it would keep the first one's chunks for longer.
+        shared = [full.pop(0)] if open_pack and full else []
+        packs += shared + _shuffled(full, generator)
+        open_pack = last
+    return [*packs, open_pack] if open_pack else packs
+
+
+def _shuffled(items: list[Any], generator: torch.Generator) -> list[Any]:
+    return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]
+
+
+def _fill(begun: list[int], rows: list[int], lengths: list[int], pack_tokens: int) -> list[list[int]]:
+    """Fill packs with the longest fitting of WINDOW_ROWS waiting rows; a new pack opens with the one that has waited longest.
+
+    Args:
+        begun: rows of the pack to continue, may be none.
+        rows: row numbers in the order in which they come to wait.
+
+    Returns:
+        Packs in the order of filling; the last may have room left.
+    """
+    packs = [begun]
+    room = pack_tokens - sum(min(lengths[row], pack_tokens) for row in begun)
+    # (tokens, minus the place in line, row), ascending: of the longest rows that fit, the last is the one that waited longest.
+    waiting: list[tuple[int, int, int]] = []
+    line: deque[tuple[int, int, int]] = deque()
+    taken: set[int] = set()
+    coming = enumerate(rows)
+    for _ in rows:
+        for place, row in itertools.islice(coming, WINDOW_ROWS - len(waiting)):
+            item = (min(lengths[row], pack_tokens), -place, row)
+            insort(waiting, item)
+            line.append(item)
+        at = bisect(waiting, (room, 1)) - 1
+        if at < 0:
+            packs.append([])
+            room = pack_tokens
+            while line[0][2] in taken:
+                taken.remove(line.popleft()[2])
+            at = bisect(waiting, line[0]) - 1
+        tokens, _, row = waiting.pop(at)
+        taken.add(row)
+        packs[-1].append(row)
+        room -= tokens
+    return packs
+
+
+def split_pack(pack: Pack, lengths: list[int], part_tokens: int) -> list[Pack]:
+    """Cut a pack between rows into parts of at most `part_tokens` tokens; a longer row is a part of its own.
+
+    Args:
+        lengths: tokens of every row.
+    """
+    parts: list[list[int]] = [[]]
+    room = part_tokens
+    for row in pack.rows:
+        if parts[-1] and lengths[row] > room:
+            parts.append([])
+            room = part_tokens
+        parts[-1].append(row)
+        room -= lengths[row]
+    return [Pack(part, pack.group) for part in parts]

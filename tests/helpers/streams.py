@@ -10,8 +10,9 @@ import torch
 
 from eagle3.draft.batch import PackedBatch
 from eagle3.shards.tokens import TokenRow
-from eagle3.training import chunk_cache
-from eagle3.training.loader import ShardRows, plan_packs, read_packs
+from eagle3.training import fetch
+from eagle3.training.loader import Pack, ShardRows, read_packs
+from eagle3.training.schedule import plan_packs
 from tests.helpers.shard_files import write_hidden_states
 
 NUM_AUX, HIDDEN = 3, 16
@@ -41,10 +42,10 @@ def file_urls(dirs: list[str]) -> list[str]:
     return [f"file://{d}" for d in dirs]
 
 
-def plan(rows: ShardRows, epochs: int = 1, shuffle_chunks: int = 3) -> list[list[int]]:
+def plan(rows: ShardRows, epochs: int = 1, shuffle_chunks: int = 3) -> list[Pack]:
     every = list(range(len(rows.lengths)))
     plans = [
-        plan_packs(rows.lengths, rows.chunk_of, every, PACK_TOKENS, 0, epoch, shuffle_chunks)
+        plan_packs(rows.lengths, rows.chunk_of, every, PACK_TOKENS, shuffle_chunks, 0, epoch)
         for epoch in range(epochs)
     ]
     return list(itertools.chain(*plans))
@@ -52,7 +53,7 @@ def plan(rows: ShardRows, epochs: int = 1, shuffle_chunks: int = 3) -> list[list
 
 def chunk_bytes(rows: ShardRows) -> list[int]:
     """Size of every chunk file."""
-    return [chunk.entry["bytes"] for chunk in rows.cache.chunks]
+    return [chunk.entry["bytes"] for chunk in rows.files.chunks]
 
 
 def assert_same(batches: list[PackedBatch], expected: list[PackedBatch]) -> None:
@@ -62,7 +63,7 @@ def assert_same(batches: list[PackedBatch], expected: list[PackedBatch]) -> None
             assert torch.equal(getattr(batch, name), value) if isinstance(value, torch.Tensor) else True, name
 
 
-def read(rows: ShardRows, packs: list[list[int]]) -> list[PackedBatch]:
+def read(rows: ShardRows, packs: list[Pack]) -> list[PackedBatch]:
     return list(read_packs(rows, packs, PACK_TOKENS, STEPS))
 
 
@@ -70,15 +71,16 @@ def threads_of_the_loader() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith(("read-packs", "fetch-chunks"))]
 
 
-def live_bytes(rows: ShardRows, packs: list[list[int]]) -> int:
-    """What an epoch has in use at one time, counted pack by pack."""
-    most = 0
-    for place in range(len(packs)):
-        before, after = (
-            {rows.chunk_of[r] for pack in part for r in pack} for part in (packs[: place + 1], packs[place:])
-        )
-        most = max(most, sum(chunk_bytes(rows)[c] for c in before & after))
-    return most
+def chunks_of(rows: ShardRows, packs: list[Pack]) -> set[int]:
+    """Numbers of the chunks that packs need."""
+    return {rows.chunk_of[row] for pack in packs for row in pack.rows}
+
+
+def two_groups_bytes(rows: ShardRows, packs: list[Pack]) -> int:
+    """The most that the packs of two neighbouring groups need."""
+    last = packs[-1].group
+    pairs = [[pack for pack in packs if pack.group in (g, g + 1)] for g in range(last + 1)]
+    return max(sum(chunk_bytes(rows)[chunk] for chunk in chunks_of(rows, pair)) for pair in pairs)
 
 
 class Watch:
@@ -93,16 +95,16 @@ class Watch:
         self.lost: list[str] = []
         self.dir, self.reads_maps = cache_dir, reads_maps
         self.lock = threading.Lock()
-        fetch = chunk_cache.fetch
+        copy = fetch.fetch
 
         def watched(chunk: Any, path: Path, stopped: threading.Event) -> None:
             self.measure()
-            fetch(chunk, path, stopped)
+            copy(chunk, path, stopped)
             self.measure()
             with self.lock:
                 self.urls.append(chunk.path)
 
-        monkeypatch.setattr(chunk_cache, "fetch", watched)
+        monkeypatch.setattr(fetch, "fetch", watched)
 
     def measure(self) -> None:
         total = 0

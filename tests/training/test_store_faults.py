@@ -10,14 +10,16 @@ from typing import Any
 import fsspec
 import pytest
 
-from eagle3 import files as eagle3_remote
-from eagle3.training import chunk_files as remote
+from eagle3 import files
+from eagle3.files import Stopped
+from eagle3.training.fetch import Chunk, fetch
 from eagle3.training.loader import ShardRows, read_packs
 from tests.helpers.jobs import upload
 from tests.helpers.streams import (
     PACK_TOKENS,
     STEPS,
     assert_same,
+    chunks_of,
     file_urls,
     plan,
     read,
@@ -68,9 +70,9 @@ def test_a_damaged_chunk_is_named_when_its_pack_is_due(
     with pytest.raises(ValueError, match=message):
         read_all()
     if is_remote:
-        number = [chunk.path for chunk in local.cache.chunks].index(f"{shard_dirs[1]}/{path.name}")
+        number = [chunk.path for chunk in local.files.chunks].index(f"{shard_dirs[1]}/{path.name}")
         assert len(batches) == next(
-            place for place, pack in enumerate(packs) if number in local.chunks_of(pack)
+            place for place, pack in enumerate(packs) if number in chunks_of(local, [pack])
         )
         assert not list((tmp_path / "cache").glob("*.part"))
     assert not threads_of_the_loader()
@@ -110,7 +112,7 @@ class Faults:
         from fsspec.implementations.local import LocalFileSystem
 
         self.left, get_file = count, LocalFileSystem.get_file
-        monkeypatch.setattr(eagle3_remote, "FIRST_PAUSE_S", 0.01)
+        monkeypatch.setattr(files, "FIRST_PAUSE_S", 0.01)
 
         def failing(fs: Any, source: str, *args: Any, **kwargs: Any) -> Any:
             if name in source and self.left:
@@ -144,16 +146,15 @@ def test_a_store_that_keeps_failing_is_named_and_may_be_tried_again(
     assert_same(read(rows, packs), read(local, packs))
 
 
-def test_a_pause_before_the_next_try_does_not_hold_up_the_end(
+def test_a_pause_before_the_next_try_does_not_delay_the_end(
     shard_dirs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = ShardRows(file_urls(shard_dirs), tmp_path, 10**9)
     packs = plan(rows)
-    last = {c for pack in packs[20:] for c in rows.chunks_of(pack)} - {
-        c for pack in packs[:20] for c in rows.chunks_of(pack)
-    }
-    faults = Faults(monkeypatch, rows.cache.chunks[min(last)].path.removeprefix("file://"), 10**6)
-    monkeypatch.setattr(eagle3_remote, "FIRST_PAUSE_S", 600)
+    second = [pack for pack in packs if pack.group == packs[0].group + 1]
+    late = chunks_of(rows, second) - chunks_of(rows, packs[:3])
+    faults = Faults(monkeypatch, rows.files.chunks[min(late)].path.removeprefix("file://"), 10**6)
+    monkeypatch.setattr(files, "FIRST_PAUSE_S", 600)
     batches = read_packs(rows, packs, PACK_TOKENS, STEPS)
     next(batches)
     while faults.left == 10**6:
@@ -164,11 +165,11 @@ def test_a_pause_before_the_next_try_does_not_hold_up_the_end(
     assert not threads_of_the_loader()
 
 
-def test_a_fetch_under_way_ends_when_nobody_waits(tmp_path: Path) -> None:
+def test_a_fetch_ends_between_two_blocks_when_no_one_waits(tmp_path: Path) -> None:
     fsspec.filesystem("memory").pipe("/shard/chunk-00000.safetensors", bytes(100))
-    chunk, stopped = remote.Chunk("memory://shard/chunk-00000.safetensors", {"bytes": 100}), threading.Event()
-    remote.fetch(chunk, tmp_path / "whole", stopped)
+    chunk, stopped = Chunk("memory://shard/chunk-00000.safetensors", {"bytes": 100}), threading.Event()
+    fetch(chunk, tmp_path / "whole", stopped)
     assert (tmp_path / "whole").read_bytes() == bytes(100)
     stopped.set()
-    with pytest.raises(remote.Stopped):
-        remote.fetch(chunk, tmp_path / "part", stopped)
+    with pytest.raises(Stopped):
+        fetch(chunk, tmp_path / "part", stopped)

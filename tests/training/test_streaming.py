@@ -14,20 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3.shards.hidden_states import read_hidden_states
-from eagle3.training import chunk_cache
+from eagle3.training import fetch
 from eagle3.training.loader import ShardRows, read_packs
+from eagle3.training.schedule import choose_validation
 from tests.helpers.jobs import upload
 from tests.helpers.streams import (
-    CHUNK_BYTES,
     PACK_TOKENS,
     STEPS,
     Watch,
     assert_same,
     chunk_bytes,
+    chunks_of,
     file_urls,
-    live_bytes,
     plan,
     read,
+    two_groups_bytes,
 )
 
 
@@ -35,7 +36,7 @@ def test_rows_are_known_from_the_manifests_alone(
     shard_dirs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = [row for d in shard_dirs for row in read_hidden_states(d)]
-    monkeypatch.setattr(chunk_cache, "ChunkReader", None)
+    monkeypatch.setattr(fetch, "ChunkReader", None)
     rows = ShardRows(shard_dirs)
     assert rows.lengths == [len(row.token_ids) for row in stored]
     assert rows.sample_ids == [row.sample_id for row in stored]
@@ -50,7 +51,7 @@ def test_packs_come_in_plan_order_with_the_rows_of_the_shards(shard_dirs: list[s
     rows = ShardRows(shard_dirs)
     packs = plan(rows, epochs=2)
     batches = read(rows, packs)
-    assert [b.sample_ids for b in batches] == [[rows.sample_ids[r] for r in pack] for pack in packs]
+    assert [b.sample_ids for b in batches] == [[rows.sample_ids[r] for r in pack.rows] for pack in packs]
     for batch in batches:
         starts = batch.row_starts.tolist()
         for name, start, stop in zip(batch.sample_ids, starts[:-1], starts[1:], strict=True):
@@ -63,8 +64,8 @@ def test_s3_streams_what_the_local_disk_holds_within_a_budget_below_the_data(
 ) -> None:
     local = ShardRows(shard_dirs)
     packs = plan(local)
-    budget = live_bytes(local, packs)
-    assert budget < sum(chunk_bytes(local)) / 3
+    budget = two_groups_bytes(local, packs)
+    assert budget < sum(chunk_bytes(local)) / 2
     urls = upload(s3, shard_dirs)
     rows = ShardRows(urls, tmp_path, budget)
     assert (rows.lengths, rows.sample_ids, rows.chunk_of) == (local.lengths, local.sample_ids, local.chunk_of)
@@ -102,8 +103,7 @@ def test_neither_budget_nor_start_nor_timing_changes_what_is_read(
 ) -> None:
     local, cache_dir = ShardRows(shard_dirs), tmp_path_factory.mktemp("cache")
     packs = plan(local, epochs, shuffle_chunks)[start:]
-    least = max(sum(chunk_bytes(local)[c] for c in local.chunks_of(pack)) for pack in packs)
-    budget = max(least, int(share * sum(chunk_bytes(local))))
+    budget = max(two_groups_bytes(local, packs), int(share * sum(chunk_bytes(local))))
     rows = ShardRows(file_urls(shard_dirs), cache_dir, budget)
     with pytest.MonkeyPatch.context() as patch:
         watch = Watch(patch, cache_dir)
@@ -117,7 +117,7 @@ def test_neither_budget_nor_start_nor_timing_changes_what_is_read(
     assert_same(batches, expected)
     assert watch.most <= budget
     if budget >= sum(chunk_bytes(local)):
-        assert len(watch.urls) == len({c for pack in packs for c in local.chunks_of(pack)})
+        assert len(watch.urls) == len(chunks_of(local, packs))
 
 
 def test_processes_with_parts_of_the_packs_read_what_one_reads(shard_dirs: list[str], tmp_path: Path) -> None:
@@ -125,40 +125,15 @@ def test_processes_with_parts_of_the_packs_read_what_one_reads(shard_dirs: list[
     packs = plan(local, epochs=2)
     whole = read(local, packs)
     for rank in range(3):
-        rows = ShardRows(file_urls(shard_dirs), tmp_path / str(rank), live_bytes(local, packs))
+        rows = ShardRows(file_urls(shard_dirs), tmp_path / str(rank), two_groups_bytes(local, packs))
         assert_same(read(rows, packs[rank::3]), whole[rank::3])
-
-
-def test_two_readers_share_one_budget(
-    shard_dirs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local = ShardRows(shard_dirs)
-    packs = plan(local)
-    budget = live_bytes(local, packs) + 12 * CHUNK_BYTES
-    rows, watch = ShardRows(file_urls(shard_dirs), tmp_path, budget), Watch(monkeypatch, tmp_path)
-    training, validating = [], []
-    for batch in read_packs(rows, packs, PACK_TOKENS, STEPS):
-        training.append(batch)
-        if len(training) % 10 == 0:
-            validating = read(rows, packs[-4:])
-            watch.measure()
-    assert_same(training, read(local, packs))
-    assert_same(validating, read(local, packs[-4:]))
-    assert watch.most <= budget
-    one, other = (read_packs(rows, part, PACK_TOKENS, STEPS) for part in (packs, packs[::-1]))
-    pairs = list(zip(one, other, strict=True))
-    assert_same([b for _, b in pairs], [b for b, _ in pairs][::-1])
 
 
 def test_no_packs_need_nothing(shard_dirs: list[str]) -> None:
     assert read(ShardRows(shard_dirs), []) == []
 
 
-def test_the_same_rows_validate_whichever_store_they_come_from(shard_dirs: list[str], tmp_path: Path) -> None:
-    training, held = ShardRows(shard_dirs).split(5)
-    assert (training, held) == ShardRows(file_urls(shard_dirs), tmp_path, 10**9).split(5)
+def test_the_rows_that_validate_are_chosen_by_the_hash_of_their_id(shard_dirs: list[str]) -> None:
     names = ShardRows(shard_dirs).sample_ids
-    assert set(held) == set(
-        sorted(range(len(names)), key=lambda r: hashlib.sha256(names[r].encode()).digest())[:5]
-    )
-    assert sorted(training + held) == list(range(len(names)))
+    by_hash = sorted(range(len(names)), key=lambda row: hashlib.sha256(names[row].encode()).digest())
+    assert choose_validation(names, 5) == set(by_hash[:5])

@@ -1,4 +1,6 @@
-"""Packs: every row once, nearly full, near to their chunks, the same for the same seed; a cut row trains what is left of it."""
+"""Packs: every row once, nearly full, a group of chunks at a time, the same for the same seed; a cut row trains what is left."""
+
+import itertools
 
 import pytest
 import torch
@@ -6,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3.draft.batch import pack_rows
-from eagle3.training.loader import count_cut, cut_row, plan_packs, split_pack, validation_split
+from eagle3.training.loader import Pack, cut_row
+from eagle3.training.schedule import choose_validation, plan_packs, split_pack
 from tests.helpers.tiny_draft import random_row
 
 
@@ -21,9 +24,12 @@ def chunks(count: int, rows_per_chunk: int = 40) -> list[int]:
 def plan(
     sizes: list[int], pack_tokens: int = 512, seed: int = 1, epoch: int = 0, shuffle_chunks: int = 4
 ) -> list[list[int]]:
-    return plan_packs(
-        sizes, chunks(len(sizes)), list(range(len(sizes))), pack_tokens, seed, epoch, shuffle_chunks
-    )
+    rows = list(range(len(sizes)))
+    return rows_of(plan_packs(sizes, chunks(len(sizes)), rows, pack_tokens, shuffle_chunks, seed, epoch))
+
+
+def rows_of(packs: list[Pack]) -> list[list[int]]:
+    return [pack.rows for pack in packs]
 
 
 def filled_slowly(rows: list[int], sizes: list[int], pack_tokens: int, window: int) -> list[list[int]]:
@@ -58,7 +64,7 @@ def test_every_row_stands_in_exactly_one_pack_that_it_fits(
     sizes: list[int], rows_per_chunk: int, pack_tokens: int, shuffle_chunks: int, seed: int, every: int
 ) -> None:
     rows, chunk_of = list(range(0, len(sizes), every)), chunks(len(sizes), rows_per_chunk)
-    packs = plan_packs(sizes, chunk_of, rows, pack_tokens, seed, 0, shuffle_chunks)
+    packs = rows_of(plan_packs(sizes, chunk_of, rows, pack_tokens, shuffle_chunks, seed, 0))
     assert sorted(r for pack in packs for r in pack) == rows
     assert all(pack and sum(min(sizes[r], pack_tokens) for r in pack) <= pack_tokens for pack in packs)
 
@@ -67,9 +73,9 @@ def test_every_row_stands_in_exactly_one_pack_that_it_fits(
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=60), pack_tokens=st.integers(2, 40))
 def test_one_group_is_filled_as_by_looking_at_all_waiting_rows(sizes: list[int], pack_tokens: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eagle3.training.loader.WINDOW_ROWS", 7)
-        patch.setattr("eagle3.training.loader._shuffled", lambda items, generator: list(items))
-        packs = plan_packs(sizes, [0] * len(sizes), list(range(len(sizes))), pack_tokens, 0, 0, 1)
+        patch.setattr("eagle3.training.schedule.WINDOW_ROWS", 7)
+        patch.setattr("eagle3.training.schedule._shuffled", lambda items, generator: list(items))
+        packs = rows_of(plan_packs(sizes, [0] * len(sizes), list(range(len(sizes))), pack_tokens, 1, 0, 0))
     assert packs == filled_slowly(list(range(len(sizes))), sizes, pack_tokens, 7)
 
 
@@ -77,7 +83,7 @@ def test_one_group_is_filled_as_by_looking_at_all_waiting_rows(sizes: list[int],
 @pytest.mark.parametrize("rows_per_chunk", [16, 40])
 def test_packs_are_filled_to_95_percent(shuffle_chunks: int, rows_per_chunk: int) -> None:
     sizes = lengths(3000)
-    packs = plan_packs(sizes, chunks(3000, rows_per_chunk), list(range(3000)), 2048, 1, 0, shuffle_chunks)
+    packs = plan_packs(sizes, chunks(3000, rows_per_chunk), list(range(3000)), 2048, shuffle_chunks, 1, 0)
     assert sum(sizes) / (len(packs) * 2048) >= 0.95
 
 
@@ -129,33 +135,53 @@ def test_no_row_waits_for_ever() -> None:
     # Rows of 7 of 10 tokens fit with nothing but rows of 3, and there is always a longer row that fits better.
     sizes = [7, *[5] * 999]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eagle3.training.loader._shuffled", lambda items, generator: list(items))
-        packs = plan_packs(sizes, [0] * 1000, [*range(1, 11), 0, *range(11, 1000)], 10, 0, 0, 1)
-    at = next(place for place, pack in enumerate(packs) if 0 in pack)
+        patch.setattr("eagle3.training.schedule._shuffled", lambda items, generator: list(items))
+        packs = plan_packs(sizes, [0] * 1000, [*range(1, 11), 0, *range(11, 1000)], 10, 1, 0, 0)
+    at = next(place for place, pack in enumerate(packs) if 0 in pack.rows)
     assert at <= 10
 
 
-def test_a_row_longer_than_a_pack_stands_alone_and_is_counted() -> None:
+def test_a_row_longer_than_a_pack_is_alone_in_one() -> None:
     assert plan([700]) == [[0]]
     assert sorted(plan([700, 10])) == [[0], [1]]
-    assert count_cut([700, 512, 513, 10], [0, 1, 2, 3], 512) == 2
-    assert count_cut([700, 512, 513, 10], [1, 2], 512) == 1
 
 
-def test_parts_keep_the_rows_and_their_order() -> None:
+def test_parts_keep_the_rows_their_order_and_their_group() -> None:
     lengths = [5, 3, 9, 2, 2, 4]
-    assert split_pack([0, 1, 2, 3, 4, 5], lengths, 8) == [[0, 1], [2], [3, 4, 5]]
-    assert split_pack([5, 0], lengths, 100) == [[5, 0]]
-    assert split_pack([2], lengths, 4) == [[2]]
+    parts = split_pack(Pack([0, 1, 2, 3, 4, 5], 7), lengths, 8)
+    assert parts == [Pack([0, 1], 7), Pack([2], 7), Pack([3, 4, 5], 7)]
+    assert rows_of(split_pack(Pack([5, 0], 0), lengths, 100)) == [[5, 0]]
+    assert rows_of(split_pack(Pack([2], 0), lengths, 4)) == [[2]]
 
 
 def test_no_rows_make_no_packs() -> None:
     assert plan([]) == []
 
 
-def test_a_pack_that_its_group_does_not_fill_goes_on_into_the_next() -> None:
-    packs = plan_packs([10] * 9, list(range(9)), list(range(9)), 20, 0, 0, 1)
-    assert [len(pack) for pack in packs] == [2, 2, 2, 2, 1]
+def test_a_pack_that_its_group_does_not_fill_continues_in_the_next() -> None:
+    packs = plan_packs([10] * 9, list(range(9)), list(range(9)), 20, 1, 0, 0)
+    assert [len(pack.rows) for pack in packs] == [2, 2, 2, 2, 1]
+    assert [pack.group for pack in packs] == [0, 2, 4, 6, 8]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 40), max_size=80), shuffle_chunks=st.integers(1, 5), epoch=st.integers(0, 2)
+)
+def test_groups_come_in_order_and_only_their_last_pack_needs_chunks_of_a_later_one(
+    sizes: list[int], shuffle_chunks: int, epoch: int
+) -> None:
+    rows, chunk_of = list(range(len(sizes))), chunks(len(sizes), 4)
+    packs = plan_packs(sizes, chunk_of, rows, 50, shuffle_chunks, 0, epoch)
+    groups = [pack.group for pack in packs]
+    assert groups == sorted(groups)
+    group_of = {chunk_of[row]: pack.group for pack in packs for row in pack.rows}
+    for pack, following in itertools.pairwise(packs):
+        needs = {group_of[chunk_of[row]] for row in pack.rows}
+        assert needs == {pack.group} or following.group > pack.group
+        assert min(needs) >= pack.group
+    num_groups = -(-len(set(chunk_of)) // shuffle_chunks)
+    assert all(epoch * num_groups <= group < (epoch + 1) * num_groups for group in groups)
 
 
 def test_a_cut_row_trains_what_its_tokens_allow() -> None:
@@ -170,10 +196,10 @@ def test_a_cut_row_trains_what_its_tokens_allow() -> None:
     assert torch.equal(whole.aux[:5], short.aux)
 
 
-def test_conversations_that_open_alike_are_on_one_side_of_the_validation_split() -> None:
+def test_conversations_that_open_alike_are_on_one_side_of_the_choose_validation() -> None:
     ids = [f"{i // 3}:{i}" for i in range(60)]
     for wanted in (0, 1, 2, 3, 10, 60):
-        held = validation_split(ids, wanted)
+        held = choose_validation(ids, wanted)
         assert len(held) == wanted // 3 * 3
         openings = {ids[row].partition(":")[0] for row in held}
         assert held == {row for row, i in enumerate(ids) if i.partition(":")[0] in openings}
@@ -181,6 +207,6 @@ def test_conversations_that_open_alike_are_on_one_side_of_the_validation_split()
 
 def test_rows_that_are_added_never_turn_training_rows_into_validation_rows() -> None:
     ids = [f"opening {i}:content" for i in range(300)]
-    held = validation_split(ids[:100], 20)
+    held = choose_validation(ids[:100], 20)
     assert len(held) == 20
-    assert {row for row in validation_split(ids, 20) if row < 100} <= held
+    assert {row for row in choose_validation(ids, 20) if row < 100} <= held
