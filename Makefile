@@ -1,7 +1,7 @@
-# make smoke: the whole chain on a small real target, on the CPU.   make test, make lint: what CI runs.
-# make bench: the trainer against its peer, twenty minutes on two quiet cores.
+# make smoke: the whole chain on a small real target, on the CPU.
+# make check: lint and the fast tests, before each commit.   make test: all tests.   CI runs lint and test.
+# make bench: the trainer next to speculators.   make bench-capture: speed of capture, bytes of states, training from fp8.
 # make store-size: what local runs take on the disk.   make clean-cache: remove it.
-# make bench-capture: speed of capture, bytes of states, training from fp8; the target's answers are made on the first call.
 # PYTHON is the interpreter that makes .venv: 3.11 or 3.12.
 PYTHON ?= python3
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -18,14 +18,20 @@ BFCL_WHEEL := bfcl-eval==2026.3.23
 # No telemetry, and no warning of tokenizers beside forked processes.
 ENGINE_ENV := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: smoke test lint bench bench-capture image lock store-size clean-cache
+.PHONY: smoke check test lint bench bench-capture image lock store-size clean-cache
 .DEFAULT_GOAL := smoke
 
 smoke: .venv/installed $(TARGET)
 	$(ENGINE_ENV) .venv/bin/pyflyte run workflows/train_eagle3.py train_eagle3 --inputs-file $(RECIPE)
 
+# Two processes; tests/conftest.py keeps tests that share an engine or a cluster in one of them.
+PYTEST := $(ENGINE_ENV) .venv/bin/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
+
+check: lint
+	$(PYTEST) -m "not engine and not remote and not slow"
+
 test: .venv/tested $(BFCL)/fetched $(TARGET)
-	$(ENGINE_ENV) .venv/bin/python -m pytest -q
+	$(PYTEST)
 
 lint: .venv/tested
 	.venv/bin/ruff check .

@@ -1,4 +1,4 @@
-"""Tests run tiny tensors: one thread is faster than two, here and in processes of theirs, and leaves the other core alone."""
+"""What all tests share: one thread for their tiny tensors, the order in which pytest-xdist deals them out, an S3 store."""
 
 import os
 
@@ -13,6 +13,28 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# The longest groups start first. Their tests share what is slow to make: one cluster, one engine.
+GROUPS = ("remote", "engine", "slow")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of a file, and those of a shared cluster or engine, in one process of pytest-xdist."""
+
+    def group_of(item: pytest.Item) -> str:
+        return next(
+            (name for name in GROUPS[:2] if item.get_closest_marker(name)), item.nodeid.partition("::")[0]
+        )
+
+    def rank(item: pytest.Item) -> int:
+        return next((i for i, name in enumerate(GROUPS) if item.get_closest_marker(name)), len(GROUPS))
+
+    files: dict[str, int] = {}
+    for item in items:
+        group = group_of(item)
+        files[group] = min(files.get(group, len(GROUPS)), rank(item))
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: files[group_of(item)])
 
 
 @pytest.fixture

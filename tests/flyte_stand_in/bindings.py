@@ -1,4 +1,4 @@
-"""What flows between nodes: which nodes one waits for, its inputs bound, and the key under which its outputs are cached."""
+"""Data between nodes: the nodes that a node waits for, its bound inputs, and its cache key."""
 
 import asyncio
 import hashlib
@@ -12,7 +12,7 @@ Literals = dict[str, literals_pb2.Literal]
 
 
 def upstream(node: workflow_pb2.Node) -> set[str]:
-    """Nodes that must be done before this one."""
+    """Ids of the nodes that must end before this one."""
 
     def named(binding: literals_pb2.BindingData) -> set[str]:
         kind = binding.WhichOneof("value")
@@ -25,7 +25,7 @@ def upstream(node: workflow_pb2.Node) -> set[str]:
 
 
 def bind_all(bindings: list[literals_pb2.Binding], made: dict[str, Literals]) -> Literals:
-    """Inputs by name, from constants and from what nodes made ("" made the workflow's inputs)."""
+    """Inputs by name, from constants and from outputs of nodes. The node "" has the workflow's inputs."""
     return {binding.var: bind(binding.binding, made) for binding in bindings}
 
 
@@ -55,7 +55,7 @@ def collection(literals: Iterable[literals_pb2.Literal]) -> literals_pb2.Literal
 
 
 def cache_key(task: tasks_pb2.TaskTemplate, inputs: Literals) -> tuple[str, str, str] | None:
-    """Name, version and content of the inputs that count; None for a task that is not cached."""
+    """Name, version and hash of the inputs that are in the key; None for a task that is not cached."""
     if not task.metadata.discoverable:
         return None
     ignored = set(task.metadata.cache_ignore_input_vars)
@@ -65,7 +65,7 @@ def cache_key(task: tasks_pb2.TaskTemplate, inputs: Literals) -> tuple[str, str,
 
 
 def hashed(literal: literals_pb2.Literal) -> literals_pb2.Literal:
-    """A literal as its key has it: one that carries a hash counts as that hash alone."""
+    """A literal as it enters the key: one that carries a hash is represented by that hash."""
     if literal.hash:
         return literals_pb2.Literal(hash=literal.hash)
     if literal.WhichOneof("value") == "collection":

@@ -1,10 +1,7 @@
-"""A stand-in for a Flyte cluster inside this process, for the real `pyflyte`: Admin and data proxy over gRPC, storage, pods.
+"""Admin and the data proxy of a Flyte cluster, over gRPC, for the real `pyflyte`. README.md describes the whole stand-in.
 
-What is real: the command line and its uploads, the compiled workflow, every container command, flytekit in the pods, cache keys
-from the literals that really pass. What stands in: Propeller (propeller.py), S3 by moto (object_store.py), and pods, which are
-processes in empty directories of this machine (pods.py). As in Admin nothing that is registered is ever replaced: another task,
-workflow or launch plan under the same id is refused. There is no authentication, no schedule, no console; what an execution is
-given is not held against its launch plan's inputs.
+As Admin does, it never replaces what is registered: it refuses another task, workflow or launch plan under the
+same id. It does not compare the inputs of an execution with those of its launch plan.
 """
 
 import base64
@@ -47,7 +44,7 @@ def now() -> Timestamp:
 
 
 class Admin(admin_pb2_grpc.AdminServiceServicer):  # type: ignore[misc]
-    """What is registered, and the executions. Whatever pyflyte does not ask for answers UNIMPLEMENTED."""
+    """Registered entities and executions. Calls that pyflyte does not make answer UNIMPLEMENTED."""
 
     def __init__(self, propeller: Propeller) -> None:
         self.propeller = propeller
@@ -118,7 +115,7 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):  # type: ignore[misc]
         return active[0] if active else miss(context, f"no active launch plan {request.id.name}")
 
     def ListLaunchPlans(self, request: Any, context: Context) -> Any:
-        """Newest first, whatever order is asked for."""
+        """Newest first; the requested order is ignored."""
         return launch_plan_pb2.LaunchPlanList(launch_plans=self._versions(request.id)[::-1])
 
     def _versions(self, name: common_pb2.NamedEntityIdentifier | Id) -> list[launch_plan_pb2.LaunchPlan]:
@@ -180,12 +177,12 @@ def miss(context: Context, text: str) -> NoReturn:
 
 
 def find(entities: dict[Key, Any], identifier: Id, context: Context) -> Any:
-    """What is registered under an identifier."""
+    """Return the entity registered under an identifier."""
     return entities.get(key_of(identifier)) or miss(context, f"{identifier} is not registered")
 
 
 def store_new(entities: dict[Key, Any], identifier: Id, entity: Any, kind: str, context: Context) -> None:
-    """Register once. pyflyte takes it well that the same is there already, and gives up where something else is."""
+    """Register once. pyflyte accepts that the same entity exists, and fails if another does."""
     known = entities.setdefault(key_of(identifier), entity)
     if known is entity:
         return
@@ -197,7 +194,7 @@ def store_new(entities: dict[Key, Any], identifier: Id, entity: Any, kind: str, 
 
 
 def structure_of(entity: Any) -> bytes:
-    """What was asked for, as bytes. The ids of upstream nodes are sorted: flytekit takes them from a set."""
+    """Serialize an entity. The ids of upstream nodes are sorted, since flytekit takes them from a set."""
     if isinstance(entity, launch_plan_pb2.LaunchPlan):
         entity = entity.spec
     if isinstance(entity, workflow_pb2.WorkflowSpec):
@@ -210,7 +207,7 @@ def structure_of(entity: Any) -> bytes:
 
 
 class DataProxy(dataproxy_pb2_grpc.DataProxyServiceServicer):  # type: ignore[misc]
-    """Where pyflyte uploads code and input files, and asks for outputs."""
+    """Upload locations for code and input files, and outputs of nodes."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
@@ -236,12 +233,12 @@ class DataProxy(dataproxy_pb2_grpc.DataProxyServiceServicer):  # type: ignore[mi
         ]
         made = self.store.read_message(keys[-1], literals_pb2.LiteralMap) if keys else None
         if made is None or output not in made.literals:
-            miss(context, f"nothing is at {request.flyte_url}")
+            miss(context, f"no output at {request.flyte_url}")
         return dataproxy_pb2.GetDataResponse(literal=made.literals[output])
 
 
 class ControlPlane:
-    """Everything together. environment: what makes `pyflyte` talk to it."""
+    """The whole cluster. environment: variables that point `pyflyte` at it."""
 
     def __init__(self, work: Path, pod_environment: dict[str, str]) -> None:
         self.store = ObjectStore()
@@ -269,8 +266,13 @@ class ControlPlane:
         on_put: Callable[[str], None] = lambda key: None,
         refuses: Callable[[str], bool] = lambda key: False,
     ) -> Iterator[None]:
-        """Hear of every pod that starts and of every object that is stored, and have the world wait for the answer; say of every
-        object that is read whether the store refuses it."""
+        """Call back on each pod that starts and each object that is stored; the cluster waits for the callback.
+
+        Args:
+            on_start: receives the pod.
+            on_put: receives the object's key.
+            refuses: receives the key of an object that is read; True makes the store answer 503.
+        """
         self.pods.on_start, self.store.on_put, self.store.refuses = on_start, on_put, refuses
         try:
             yield
@@ -289,7 +291,7 @@ class ControlPlane:
 
 @contextmanager
 def control_plane(**pod_environment: str) -> Iterator[ControlPlane]:
-    """A cluster for a while, its pods in a directory with a short name, since a socket's address is short."""
+    """Yield a cluster. Its pods work in a directory with a short name, since the address of a socket is short."""
     with tempfile.TemporaryDirectory(prefix="flyte-", ignore_cleanup_errors=True) as work:
         plane = ControlPlane(Path(work), pod_environment)
         try:

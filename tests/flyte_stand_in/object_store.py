@@ -1,4 +1,4 @@
-"""The cluster's storage: moto's S3 inside this process, with one bucket that tells of every object put into it."""
+"""The cluster's storage: moto's S3 inside this process, with one bucket that reports each stored object."""
 
 import logging
 import threading
@@ -20,8 +20,8 @@ M = TypeVar("M", bound=Message)
 class ObjectStore:
     """An empty S3 store.
 
-    puts: keys in the order in which their objects were stored. on_put: called with each key when its object is there and
-    before the writer hears so. refuses: asked with each key that is read; where it says yes, the answer is 503.
+    puts: keys in the order of storing. on_put: called with each key after its object is stored and before the writer
+    gets its answer. refuses: called with each key that is read; True makes the answer 503.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class ObjectStore:
         self.puts: list[str] = []
         self.on_put: Callable[[str], None] = lambda key: None
         self.refuses: Callable[[str], bool] = lambda key: False
-        # moto moves in an object's file for its ETag without its own lock: whoever reads then gets a part of the object.
+        # moto seeks in an object's file to compute its ETag without a lock: a reader would get a part of the object.
         self._one_at_a_time = threading.Lock()
         self._serve_s3 = DomainDispatcherApplication(create_backend_app)
         self._server = make_server(
@@ -73,7 +73,7 @@ class ObjectStore:
         )
 
     def read(self, key: str) -> bytes | None:
-        """What an object holds, by its key or URL; None if there is none."""
+        """The content of an object, by key or URL; None if there is none."""
         key = key.removeprefix(f"s3://{BUCKET}/")
         try:
             return bytes(self.s3.get_object(Bucket=BUCKET, Key=key)["Body"].read())
@@ -99,7 +99,7 @@ class ObjectStore:
             self.s3.delete_object(Bucket=BUCKET, Key=key)
 
     def environment(self) -> dict[str, str]:
-        """What flytekit reads to find the store."""
+        """The variables by which flytekit finds the store."""
         return {
             "FLYTE_AWS_ENDPOINT": self.url,
             "FLYTE_AWS_ACCESS_KEY_ID": KEY_ID,

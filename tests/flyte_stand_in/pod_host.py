@@ -1,11 +1,10 @@
-"""Starts pods' Python commands in a hundredth of the time: a process that has imported what every pod imports forks for each.
+"""Starts the Python commands of pods in milliseconds: a process imports what every pod imports, then forks for each pod.
 
     python -I pod_host.py SOCKET      runs until its standard input closes
 
-A pod finds `pyflyte-execute` and its like in a directory of stand-ins (`write_commands`). Each hands its command line,
-environment, working directory and outputs to the host; the child of the host takes them over and calls flytekit's own entry point
-of that name, which parses and executes the command line as ever. Nothing of this project is imported before the fork: that has to
-come with the pod's code. Without these stand-ins on its PATH a pod runs the same commands as processes of their own.
+`write_commands` puts clients named `pyflyte-execute` and so on into a directory of the pod's PATH. A client sends its
+command line, environment, working directory and outputs to the host. The host forks a child, which calls flytekit's
+own entry point of that name. Nothing of this project is imported before the fork: it must come with the pod's code.
 """
 
 import atexit
@@ -47,7 +46,7 @@ with socket.socket(socket.AF_UNIX) as host:
 
 
 def write_commands(directory: Path, address: str) -> None:
-    """Write the stand-ins for flytekit's commands, which ask the host at `address`."""
+    """Write the clients that stand in for flytekit's commands; they connect to the host at `address`."""
     directory.mkdir()
     for name in COMMANDS:
         (directory / name).write_text(CLIENT.format(python=sys.executable, address=address))
@@ -58,7 +57,7 @@ def main(address: str) -> None:
     """Import, then fork for each request."""
     for name in IMPORTED:
         import_module(name)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait for pods
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children that wait for pods
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address)
         server.listen(16)
@@ -72,7 +71,7 @@ def main(address: str) -> None:
 
 
 def attend(connection: socket.socket) -> None:
-    """Read a request, fork the command, and tell its caller the exit code; a caller that is killed hears nothing."""
+    """Read a request, fork the command and send its exit code to the client, if that still runs."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     header, outputs, _, _ = socket.recv_fds(connection, 4, 2)
     with connection.makefile("rb") as stream:
@@ -89,7 +88,7 @@ def attend(connection: socket.socket) -> None:
 
 
 def become(request: dict[str, Any], outputs: list[int]) -> None:
-    """Be the command: its process group, outputs, directory, environment and command line; then flytekit's entry point."""
+    """Take over the process group, outputs, directory, environment and command line, then run flytekit's entry point."""
     os.setpgid(0, request["group"])
     for number, output in enumerate(outputs, 1):
         os.dup2(output, number)
@@ -106,7 +105,7 @@ def become(request: dict[str, Any], outputs: list[int]) -> None:
 
 
 def refresh_flytekit() -> None:
-    """Make anew what flytekit made on import: its context, and a directory of this process's own for it to work in."""
+    """Recreate what flytekit creates on import: its context, and a working directory of this process."""
     from flytekit.core.context_manager import FlyteContextManager
     from flytekit.core.data_persistence import default_local_file_access_provider
 
@@ -115,7 +114,7 @@ def refresh_flytekit() -> None:
 
 
 def leave(command: Callable[[], None]) -> NoReturn:
-    """Run a command and end as Python does, but without taking every imported module apart, which takes half a second."""
+    """Run a command and exit as Python does, but without the half second that unloading all modules takes."""
     code: object = 0
     try:
         command()

@@ -1,4 +1,4 @@
-"""Runs the container command of a task as a pod would: a process group of its own, an empty directory, the storage's address."""
+"""Runs the container command of a task as a pod does: its own process group, an empty directory, the storage's address."""
 
 import os
 import re
@@ -17,16 +17,16 @@ from flyteidl.core import tasks_pb2
 
 from tests.flyte_stand_in import pod_host
 
-# Where images keep the code, and where they start: here the pod's own directory.
+# Images start in this directory and keep the code there; here it is the pod's own directory.
 IMAGE_DIRECTORY = "/root"
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try of a task: what its container command is told.
+    """One attempt of a task, with the values for its container command.
 
-    node: unique in the execution. number: from 0. index: of an element of a map task, else None. The rest are addresses in the
-    storage; previous_checkpoint is "" in a first attempt.
+    node: unique in the execution. number: from 0. The rest are URIs in the storage; previous_checkpoint is "" in a
+    first attempt.
     """
 
     execution: str
@@ -54,7 +54,7 @@ class Attempt:
         return ["." if word == IMAGE_DIRECTORY else word for word in words]
 
     def environment(self) -> dict[str, str]:
-        """What Flyte and the task itself put into the container's environment."""
+        """The container's environment, as Flyte and the task set it."""
         identity = {"PROJECT": self.task.id.project, "DOMAIN": self.task.id.domain}
         found = {pair.key: pair.value for pair in self.task.container.env}
         found |= {f"FLYTE_INTERNAL_EXECUTION_{name}": value for name, value in identity.items()}
@@ -98,12 +98,12 @@ class Pod:
         return False
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal to all its processes; none left is fine."""
+        """Send a signal to all its processes, if any is left."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def wait(self) -> int:
-        """Exit code, negative after a signal; whatever the command started ends with it."""
+        """Exit code, negative after a signal. All processes that the command started are killed."""
         code = self.process.wait()
         self.kill()
         return code
@@ -113,17 +113,17 @@ class Pod:
 
 
 class PodHost:
-    """Runs pods, `at_once` of them; others wait.
+    """Runs at most `at_once` pods at the same time.
 
-    running: those that run. logs: what each attempt wrote, by execution, node and attempt number. on_start: called with each pod
-    as soon as it runs.
+    running: the pods that run. logs: the output of each attempt, by execution, node and attempt number. on_start:
+    called with each pod after its start.
     """
 
     def __init__(self, work: Path, environment: dict[str, str], at_once: int = 2) -> None:
         self.work, self.running = work, list[Pod]()
         self.on_start: Callable[[Pod], None] = lambda pod: None
         self.logs: dict[tuple[str, str, int], str] = {}
-        self._places = threading.Semaphore(at_once)
+        self._slots = threading.Semaphore(at_once)
         address = str(work / "host.sock")
         pod_host.write_commands(work / "bin", address)
         inherited = {name: os.environ[name] for name in ("LANG", "LD_LIBRARY_PATH") if name in os.environ}
@@ -147,7 +147,7 @@ class PodHost:
     def run(self, attempt: Attempt) -> int:
         """Run an attempt to its end; returns the exit code, negative after a signal."""
         with (
-            self._places,
+            self._slots,
             tempfile.TemporaryDirectory(
                 prefix="pod-", dir=self.work, ignore_cleanup_errors=True
             ) as directory,

@@ -1,13 +1,9 @@
-"""Walks a compiled workflow as Flyte's Propeller does: binds inputs, looks into the cache, runs pods and tries again.
+"""Runs a compiled workflow as Flyte's Propeller does: binds inputs, looks into the cache, starts pods and retries them.
 
-Nodes that run a task, the nodes of `@dynamic` tasks and map (array) nodes: what this project compiles to. What Propeller says of
-failures holds here: an error is tried again if it is recoverable, as often as the task or its node asks; a killed pod up to
-SYSTEM_RETRIES times, which count apart; nothing new starts behind a failed node. A map node's success ratio that is set to 0.0 is
-0, not unset. An execution that overwrites the cache looks nothing up in it and writes to it.
-
-What it does not do: conditionals, sub-workflows and gates raise NotImplementedError. It takes no notice of time-outs, failure
-nodes and policies, interruptible nodes, cache reservations, and of settings of an execution but `overwrite_cache`. Resources
-and the name of a PodTemplate are journalled and give a pod nothing; accelerators and shared memory are not looked at.
+It handles what this project compiles to: nodes that run a task, and the nodes of `@dynamic` tasks. Retries follow
+Propeller's rules: a recoverable error is retried as often as the task or its node asks; a killed pod is retried up
+to SYSTEM_RETRIES times, counted separately; nothing new starts after a failed node. An execution that overwrites
+the cache reads nothing from it and writes to it. README.md lists what differs from Flyte.
 """
 
 import hashlib
@@ -39,7 +35,7 @@ NOTHING = literals_pb2.Literal(scalar=literals_pb2.Scalar(none_type=literals_pb2
 
 
 class NodeFailed(Exception):
-    """A node failed for good; the message is its task's own."""
+    """A node failed for good, with the message of its task."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class TaskRun:
-    """One task in one node of one execution, with what its node overrides."""
+    """One task in one node of one execution, with the overrides of the node."""
 
     execution: str
     node: str
@@ -76,7 +72,7 @@ class TaskRun:
 
 
 class Propeller:
-    """Runs workflows, one call an execution. journal: what happened, in order. cache: outputs by task, version and inputs."""
+    """Runs workflows, one call an execution. journal: events in order. cache: outputs by task, version and inputs."""
 
     def __init__(self, store: ObjectStore, pods: PodHost) -> None:
         self.store, self.pods = store, pods
@@ -95,10 +91,10 @@ class Propeller:
         """Run to the end; returns the outputs.
 
         Args:
-            overwrite_cache: run what is in the cache too, and put its new outputs there.
+            overwrite_cache: ignore cached outputs, and write new ones.
 
         Raises:
-            NodeFailed: in the words of the first task that failed for good.
+            NodeFailed: with the message of the first task that failed for good.
         """
         if overwrite_cache:
             self._overwriting.add(execution)
@@ -199,18 +195,18 @@ class Propeller:
         return outputs
 
     def _try_until_done(self, run: TaskRun) -> tuple[Literals, dynamic_job_pb2.DynamicJobSpec | None]:
-        """Start pods until one succeeds; returns its outputs, or the nodes that a dynamic task wants run."""
-        place = f"metadata/{run.execution}/{run.node}/data"
-        self.store.write_message(f"{place}/inputs.pb", literals_pb2.LiteralMap(literals=run.inputs))
+        """Start pods until one succeeds; returns its outputs, or the nodes that a dynamic task made."""
+        metadata = f"metadata/{run.execution}/{run.node}/data"
+        self.store.write_message(f"{metadata}/inputs.pb", literals_pb2.LiteralMap(literals=run.inputs))
         failures: Counter[int] = Counter()
         previous_checkpoint = ""
         for number in itertools.count():
-            attempt = make_attempt(run, number, place, previous_checkpoint)
+            attempt = make_attempt(run, number, metadata, previous_checkpoint)
             code = self.pods.run(attempt)
             error = self._error_of(attempt, code)
             if error is None:
-                outputs = self.store.read_message(f"{place}/{number}/outputs.pb", literals_pb2.LiteralMap)
-                made = self.store.read_message(f"{place}/{number}/futures.pb", dynamic_job_pb2.DynamicJobSpec)
+                outputs = self.store.read_message(f"{metadata}/{number}/outputs.pb", literals_pb2.LiteralMap)
+                made = self.store.read_message(f"{metadata}/{number}/futures.pb", dynamic_job_pb2.DynamicJobSpec)
                 return (dict(outputs.literals) if outputs else {}), made
             self._note(run, f"ATTEMPT_{number}", f"{error.code}: {error.message}")
             previous_checkpoint = attempt.checkpoint
@@ -221,7 +217,7 @@ class Propeller:
         raise AssertionError
 
     def _error_of(self, attempt: Attempt, code: int) -> errors_pb2.ContainerError | None:
-        """What went wrong: a task's own error stands in error.pb, and the pod ends with 0."""
+        """The error of an attempt. A task's own error is in error.pb, and its pod exits with 0."""
         key = attempt.outputs.removeprefix(f"s3://{BUCKET}/")
         document = self.store.read_message(f"{key}/error.pb", errors_pb2.ErrorDocument)
         if document is not None:
@@ -256,7 +252,7 @@ def task_run(
     tasks: dict[Key, tasks_pb2.TaskTemplate],
     inputs: Literals,
 ) -> TaskRun:
-    """A node's task with the node's own resources and retries, where it names any, instead of the task's."""
+    """A node's task, with the resources and retries that the node overrides."""
     task = tasks[key_of(node.task_node.reference_id)]
     overrides = node.task_node.overrides.resources
     resources = (overrides if overrides.requests else task.container.resources).requests
@@ -266,8 +262,8 @@ def task_run(
     return TaskRun(execution, name, task, inputs, inputs, asked, retries)
 
 
-def make_attempt(run: TaskRun, number: int, place: str, previous_checkpoint: str) -> Attempt:
-    """Name an attempt's places: raw outputs behind two characters that spread the load, its checkpoint behind them."""
+def make_attempt(run: TaskRun, number: int, metadata: str, previous_checkpoint: str) -> Attempt:
+    """Name the URIs of an attempt as Flyte does: raw outputs under two characters that spread the load."""
     bucket, own = f"s3://{BUCKET}", f"{run.execution}-{run.node}-{number}"
     raw = f"{bucket}/data/{hashlib.sha256(own.encode()).hexdigest()[:2]}/{own}"
     return Attempt(
@@ -276,8 +272,8 @@ def make_attempt(run: TaskRun, number: int, place: str, previous_checkpoint: str
         run.task,
         number,
         run.index,
-        inputs=f"{bucket}/{place}/inputs.pb",
-        outputs=f"{bucket}/{place}/{number}",
+        inputs=f"{bucket}/{metadata}/inputs.pb",
+        outputs=f"{bucket}/{metadata}/{number}",
         raw_outputs=raw,
         checkpoint=f"{raw}/_flytecheckpoints",
         previous_checkpoint=previous_checkpoint,

@@ -1,4 +1,4 @@
-"""Runs of the chain on the stand-in cluster, what they left there, and accidents that befall their pods."""
+"""Runs of the chain on the stand-in cluster: starting them, reading what they did, and injecting faults."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ from tests.flyte_stand_in.propeller import Entry
 from tests.helpers.flyte_runs import ROOT, write_prompts, write_recipe
 from workflows.prepare_data import prepare_shards
 
-# One row in a step, so that training has steps enough to be killed between; states of a shard in several chunks.
+# One row a step, so that training has enough steps to be killed between two; several chunks a shard.
 SETTINGS: dict[str, dict[str, Any]] = {
     "train": {"pack_tokens": 32, "epochs": 8, "checkpoint_every": 1, "validation_rows": 0},
     "extract": {"encoding": "fp32", "chunk_bytes": 30_000},
@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One execution: what pyflyte said, the journal's lines, what was stored."""
+    """One execution: pyflyte's result, its lines of the journal, the keys that were stored."""
 
     result: Result
     entries: list[Entry]
@@ -41,7 +41,7 @@ class Run:
     plane: ControlPlane
 
     def tasks(self, state: str) -> Counter[str]:
-        """Names of tasks with a line of this state, and how many there are."""
+        """How many lines of this state each task has."""
         return Counter(entry.task for entry in self.entries if entry.state == state)
 
     def states_of(self, task: str) -> list[list[str]]:
@@ -50,34 +50,34 @@ class Run:
         return [[entry.state for entry in self.entries if entry.node == node] for node in nodes]
 
     def log(self, node: str, attempt: int) -> str:
-        """What an attempt wrote."""
+        """The log of an attempt."""
         return self.plane.pods.logs[self.entries[0].execution, node, attempt]
 
-    def place_of(self, task: str) -> str:
-        """Where the metadata of a task's only node lie."""
+    def metadata_of(self, task: str) -> str:
+        """Key prefix of the metadata of a task's only node."""
         (found,) = {(entry.execution, entry.node) for entry in self.entries if entry.task == task}
         return "metadata/{}/{}/data".format(*found)
 
     def output(self, task: str) -> dict[str, Any]:
-        """The dataclass that a task's only node made."""
+        """The dataclass that a task's only node returned."""
         attempt = sum(entry.task == task and entry.state.startswith("ATTEMPT") for entry in self.entries)
-        outputs = self.plane.store.read_message(f"{self.place_of(task)}/{attempt}/outputs.pb", LiteralMap)
+        outputs = self.plane.store.read_message(f"{self.metadata_of(task)}/{attempt}/outputs.pb", LiteralMap)
         assert outputs is not None
         return as_dict(outputs.literals["o0"])
 
     def result_literal(self) -> Literal:
-        """What the workflow handed back."""
+        """The output of the workflow."""
         return self.plane.admin.data[self.entries[0].execution][1]["o0"]
 
 
 def as_dict(dataclass_literal: Literal) -> dict[str, Any]:
-    """The fields of a dataclass that passed between nodes."""
+    """The fields of a dataclass literal."""
     fields: dict[str, Any] = msgpack.loads(dataclass_literal.scalar.binary.value)
     return fields
 
 
 class Cluster:
-    """Starts the chain on the stand-in again and again."""
+    """Starts runs on the stand-in."""
 
     def __init__(self, plane: ControlPlane, workplace: Path, target: Path) -> None:
         self.plane, self.workplace, self.target = plane, workplace, target
@@ -138,10 +138,10 @@ def succeeded(run: Run) -> Run:
 
 
 class Accidents:
-    """What befalls the first attempts of extraction and training.
+    """Faults in the first attempts of extraction and training.
 
-    One shard's pod is killed when its first chunk is in the store; the other's engine dies as it starts; the training pod is
-    killed when it has saved its checkpoint and published its curves, its trainer held between two steps until then.
+    One shard's pod is killed after its first chunk is stored. The other shard's engine is killed as it starts. The
+    training pod is killed after it has saved a checkpoint and published its curves; its trainer is stopped until then.
     """
 
     def __init__(self, plane: ControlPlane) -> None:
@@ -173,7 +173,7 @@ class Accidents:
 
 
 def kill_engine(pod: Pod) -> None:
-    """The engine's process alone."""
+    """Kill the engine's process alone."""
     found: list[int] = []
     while pod.is_running() and not (found := pod.processes("eagle3.engine.worker")):
         time.sleep(0.02)
@@ -182,7 +182,7 @@ def kill_engine(pod: Pod) -> None:
 
 
 def hold_trainer(pod: Pod) -> None:
-    """Stop the trainer behind its first checkpoint; the task that started it goes on and saves what is there."""
+    """Stop the trainer after its first checkpoint; the task that started it continues and saves the checkpoint."""
     found: list[int] = []
     while pod.is_running() and not (found := pod.processes("eagle3.training.run")):
         time.sleep(0.02)

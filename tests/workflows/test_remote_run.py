@@ -118,7 +118,7 @@ def test_training_goes_on_from_the_checkpoint_of_the_killed_pod(disturbed: Run) 
 
 
 def test_a_deck_outlives_its_pod(cluster: Cluster, disturbed: Run) -> None:
-    deck = cluster.plane.store.read(f"{disturbed.place_of('train_draft')}/0/deck.html")
+    deck = cluster.plane.store.read(f"{disturbed.metadata_of('train_draft')}/0/deck.html")
     assert deck is not None
     assert b"Loss by TTT step" in deck
 

@@ -65,7 +65,7 @@ def listing(stopped: Run) -> str:
 
 def test_a_listing_is_an_output_at_the_url_that_the_log_says(stopped: Run, listing: str) -> None:
     store = stopped.plane.store
-    outputs = store.read_message(f"{stopped.place_of('list_token_shards')}/0/outputs.pb", LiteralMap)
+    outputs = store.read_message(f"{stopped.metadata_of('list_token_shards')}/0/outputs.pb", LiteralMap)
     assert outputs is not None
     assert outputs.literals["o1"].scalar.blob.uri == listing
     assert listing.startswith("s3://flyte/")

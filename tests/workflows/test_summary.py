@@ -91,9 +91,9 @@ def test_the_line_on_answers_adds_up_and_warns_of_the_limit() -> None:
 
 
 def test_a_place_is_a_path_here_and_a_name_in_the_output_of_a_pod(tmp_path: Path) -> None:
-    assert summary.place_of(tmp_path / "report.html") == str(tmp_path / "report.html")
+    assert summary.metadata_of(tmp_path / "report.html") == str(tmp_path / "report.html")
     with pod(tmp_path):
-        assert summary.place_of(tmp_path / "report.html") == "report.html"
+        assert summary.metadata_of(tmp_path / "report.html") == "report.html"
 
 
 ENGINE, EVALUATE = (
