@@ -206,7 +206,9 @@ class Propeller:
             error = self._error_of(attempt, code)
             if error is None:
                 outputs = self.store.read_message(f"{metadata}/{number}/outputs.pb", literals_pb2.LiteralMap)
-                made = self.store.read_message(f"{metadata}/{number}/futures.pb", dynamic_job_pb2.DynamicJobSpec)
+                made = self.store.read_message(
+                    f"{metadata}/{number}/futures.pb", dynamic_job_pb2.DynamicJobSpec
+                )
                 return (dict(outputs.literals) if outputs else {}), made
             self._note(run, f"ATTEMPT_{number}", f"{error.code}: {error.message}")
             previous_checkpoint = attempt.checkpoint

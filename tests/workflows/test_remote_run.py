@@ -9,8 +9,6 @@ from collections import Counter
 
 import pytest
 
-from tests.flyte_stand_in.pods import Pod
-from tests.flyte_stand_in.propeller import SYSTEM_RETRIES
 from tests.flyte_stand_in.remote_runs import Accidents, Cluster, Run, succeeded
 from tests.helpers.flyte_runs import pyflyte_run
 
@@ -50,16 +48,30 @@ def test_a_first_run_makes_everything(first: Run) -> None:
     assert {entry.state for entry in first.entries} == {"OK"}
 
 
-def test_a_rerun_takes_everything_from_the_cache(cluster: Cluster, first: Run) -> None:
-    again = succeeded(cluster.run())
-    assert again.tasks("OK") == UNCACHED
-    assert again.tasks("CACHE_HIT") == Counter(CACHED) + Counter(dict.fromkeys(PER_SHARD, 2))
+@pytest.fixture(scope="module")
+def other_rate(cluster: Cluster, first: Run) -> Run:
+    """Another learning rate, on other machines."""
+    return succeeded(
+        cluster.run(
+            train={"learning_rate": 2e-3},
+            fanout={"tensor_parallel_size": 2},
+            resources={"engine": {"pod_template": "gpu-pool"}},
+        )
+    )
 
 
-def test_another_learning_rate_trains_exports_and_evaluates(cluster: Cluster, first: Run) -> None:
-    other = succeeded(cluster.run(train={"learning_rate": 2e-3}))
-    assert set(other.tasks("OK") - UNCACHED) == AFTER_EXTRACTION
-    assert other.output("export_draft")["digest"] != first.output("export_draft")["digest"]
+def test_another_learning_rate_trains_exports_and_evaluates(first: Run, other_rate: Run) -> None:
+    assert set(other_rate.tasks("OK") - UNCACHED) == AFTER_EXTRACTION
+    assert other_rate.output("export_draft")["digest"] != first.output("export_draft")["digest"]
+
+
+def test_pods_get_the_gpus_and_the_pod_template_of_the_recipe(other_rate: Run) -> None:
+    def requested(task: str) -> set[tuple[int, str, str]]:
+        made = [e for e in other_rate.entries if e.task == task and e.state == "OK"]
+        return {(e.retries, e.resources["gpu"], e.pod_template) for e in made}
+
+    assert requested("evaluate_draft") == {(3, "2", "gpu-pool")}
+    assert requested("train_draft") == {(3, "1", "")}
 
 
 def test_appended_prompts_are_answered_and_extracted_in_new_shards_only(cluster: Cluster, first: Run) -> None:
@@ -128,25 +140,32 @@ def test_accidents_change_nothing_in_the_draft(first: Run, disturbed: Run) -> No
     assert disturbed.output("export_draft")["digest"] == first.output("export_draft")["digest"]
 
 
-def test_a_store_that_fails_while_a_task_fetches_its_inputs_costs_an_attempt(
-    cluster: Cluster, first: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It outlasts the tries of the store's own client, here one."""
+@pytest.fixture(scope="module")
+def again(cluster: Cluster, first: Run) -> Run:
+    """The first run again, with one task forgotten; the store fails while that task's first attempt fetches its inputs."""
 
     def refuses(key: str) -> bool:
         pods = cluster.plane.pods.running
         is_fetching = any(pod.task == "describe_rows" and pod.attempt.number == 0 for pod in pods)
         return is_fetching and key.startswith("data/") and key.endswith(".parquet")
 
-    monkeypatch.setitem(cluster.plane.pods.environment, "AWS_MAX_ATTEMPTS", "1")
     cluster.forget("describe_rows")
-    with cluster.plane.watching(refuses=refuses):
-        run = succeeded(cluster.run())
-    assert run.states_of("describe_rows") == [["ATTEMPT_0", "OK"]]
-    (detail,) = [entry.detail for entry in run.entries if entry.state == "ATTEMPT_0"]
+    with pytest.MonkeyPatch.context() as patch, cluster.plane.watching(refuses=refuses):
+        patch.setitem(cluster.plane.pods.environment, "AWS_MAX_ATTEMPTS", "1")
+        return succeeded(cluster.run())
+
+
+def test_a_rerun_takes_everything_from_the_cache(again: Run) -> None:
+    assert again.tasks("OK") == UNCACHED + Counter(["describe_rows"])
+    cached = Counter(CACHED - {"describe_rows"}) + Counter(dict.fromkeys(PER_SHARD, 2))
+    assert again.tasks("CACHE_HIT") == cached
+
+
+def test_a_store_that_fails_while_a_task_fetches_its_inputs_costs_an_attempt(again: Run) -> None:
+    assert again.states_of("describe_rows") == [["ATTEMPT_0", "OK"]]
+    (detail,) = [entry.detail for entry in again.entries if entry.state == "ATTEMPT_0"]
     assert detail.startswith("USER:Recoverable")
     assert "describe_rows: SYSTEM:DownloadDataError" in detail
-    assert run.tasks("OK") == UNCACHED + Counter(["describe_rows"])
 
 
 def test_a_wrong_setting_fails_at_once_in_its_own_words(cluster: Cluster, first: Run) -> None:
@@ -157,28 +176,3 @@ def test_a_wrong_setting_fails_at_once_in_its_own_words(cluster: Cluster, first:
     }
     message = "ValueError: engine.max_model_len must not exceed the target's 256 positions, got 512; lower it"
     assert message in " ".join(wrong.result.output.split())
-
-
-def test_training_goes_on_without_a_shard_that_fails_for_good(cluster: Cluster, first: Run) -> None:
-    def kill_second(pod: Pod) -> None:
-        if pod.task == "extract_shard" and pod.attempt.node.startswith("n5-dn1"):
-            pod.kill()
-
-    with cluster.plane.watching(on_start=kill_second):
-        run = succeeded(
-            cluster.run(
-                fanout={"min_success_ratio": 0.5, "tensor_parallel_size": 2},
-                resources={"engine": {"pod_template": "gpu-pool"}},
-            )
-        )
-    killed = [f"ATTEMPT_{i}" for i in range(1 + SYSTEM_RETRIES)]
-    assert sorted(run.states_of("extract_shard")) == [[*killed, "FAILED"], ["OK"]]
-    asked = {
-        (e.retries, e.resources["gpu"], e.pod_template)
-        for e in run.entries
-        if e.task in ("extract_shard", "evaluate_draft")
-    }
-    assert asked == {(3, "2", "gpu-pool")}
-    assert {entry.pod_template for entry in run.entries if entry.task == "train_draft"} == {""}
-    assert len(run.output("gather_hidden_states")["shards"]) == 1
-    assert run.tasks("OK")["train_draft"] == 1
