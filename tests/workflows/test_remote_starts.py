@@ -20,16 +20,13 @@ UNTIL_EXPORT = Counter(["fetch_target", "prepare_data", "build_vocab", "train_dr
 UNTIL_EXPORT += Counter({"regenerate_shard": 2, "extract_shard": 2})
 
 
-def test_a_plan_fetches_no_weights_and_says_that_nobody_can_ask_for_the_cache(
-    cluster: Cluster, first: Run
-) -> None:
+def test_a_plan_fetches_no_weights(cluster: Cluster, first: Run) -> None:
     planned = succeeded(cluster.run_workflow("plan", cluster.recipe(), file="plan.py"))
     assert {entry.task for entry in planned.entries} == {"resolve_inputs", "fetch_tokenizer", "plan_run"}
     content = cluster.plane.store.read(planned.result_literal().scalar.blob.uri)
     assert content is not None
     plan = json.loads(content)
     assert (plan["work"]["rows"], plan["work"]["shards"], plan["heldout"]) == (8, 2, 2)
-    assert plan["cached"] == {"all stages": "unknown: a cluster's cache cannot be asked from a task"}
 
 
 @pytest.fixture(scope="module")
