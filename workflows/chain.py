@@ -1,7 +1,7 @@
 """The chain's stages as every workflow wires them: each function adds a stage's nodes to the workflow that calls it.
 
-    resolve_inputs -> fetch_target -> prepare_data -> regenerate_responses -> collect_agent_traces
-    collect_agent_traces -> build_vocab           -> train_draft -> export_draft -> evaluate_draft -> summarize_run
+    resolve_inputs -> fetch_target -> prepare_data -> regenerate_responses
+    regenerate_responses -> build_vocab           -> train_draft -> export_draft -> evaluate_draft -> summarize_run
                          \\> extract_hidden_states /
 
 Every stage is cached by the content of what it reads (`*_digest`, `source_versions`) and its own settings; places, and where and
@@ -14,7 +14,6 @@ from typing import Any
 
 from workflows.recipe import Recipe
 from workflows.tasks.build_vocab import build_vocab
-from workflows.tasks.collect_agent_traces import collect_agent_traces
 from workflows.tasks.describe_rows import describe_rows
 from workflows.tasks.evaluate_draft import evaluate_draft_node
 from workflows.tasks.export_draft import export_draft
@@ -150,8 +149,8 @@ def from_hidden_states(recipe: Recipe, shards: list[str]) -> tuple[Start, Any, A
 
 
 def answer(recipe: Recipe, start: Start) -> Any:
-    """TokenShards with the target's answers: chats and, behind them, tool tasks."""
-    chats = regenerate_responses(
+    """TokenShards with the target's answers: to chats, then to tool tasks."""
+    return regenerate_responses(
         data=start.data,
         target=start.model,
         engine=recipe.engine,
@@ -160,15 +159,6 @@ def answer(recipe: Recipe, start: Start) -> Any:
         init_from=start.found.init_from,
         init_digest=start.found.init_digest,
         extract=recipe.extract,
-        fanout=recipe.fanout,
-        resources=recipe.resources,
-    )
-    return collect_agent_traces(
-        data=start.data,
-        chats=chats,
-        target=start.model,
-        engine=recipe.engine,
-        regenerate=recipe.regenerate,
         fanout=recipe.fanout,
         resources=recipe.resources,
     )

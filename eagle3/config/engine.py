@@ -144,9 +144,3 @@ class FanOutConfig(StageConfig):
         default=[],
         description="running vLLM servers that answer instead of replicas; shards are dealt out in turn",
     )
-    min_success_ratio: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="share of shards that must be captured; below 1 training goes on without those that failed for good",
-    )

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from flytekit.core.local_cache import LocalTaskCache
 
-from eagle3.config.data import DataConfig, SourceConfig
-from eagle3.config.engine import EngineConfig, FanOutConfig, RegenerateConfig, TargetConfig
+from eagle3.config.data import DataConfig, SourceConfig, VocabConfig
+from eagle3.config.engine import EngineConfig, ExtractConfig, FanOutConfig, RegenerateConfig, TargetConfig
 from eagle3.config.resources import ResourcesConfig
 from eagle3.data.chat import load_chat_tokenizer
 from eagle3.data.script import Script
@@ -23,9 +23,9 @@ from eagle3.regenerate.generator import outcomes_text
 from eagle3.shards.tokens import TokenRow, read_token_shard
 from eagle3.targets.resolve import identify_target
 from workflows.flyte.interfaces import PreparedData, Target, TargetRef, TokenShards
-from workflows.tasks.collect_agent_traces import NAME, collect_agent_traces
 from workflows.tasks.fetch_target import fetch_target
 from workflows.tasks.prepare_data import prepare_data
+from workflows.tasks.regenerate_responses import NAME, regenerate_responses
 
 ROOT = Path(__file__).resolve().parents[2]
 GGUF = ROOT / "runs" / "target" / "SmolLM2-135M-Instruct.gguf"
@@ -95,13 +95,15 @@ def data(target: Target) -> PreparedData:
 
 
 def collect(data: PreparedData, target: Target) -> TokenShards:
-    nothing = TokenShards([], "")
-    traces: TokenShards = collect_agent_traces(
+    traces: TokenShards = regenerate_responses(
         data=data,
-        chats=nothing,
         target=target,
         engine=ENGINE,
         regenerate=GREEDY,
+        vocab=VocabConfig(size=100),
+        init_from="",
+        init_digest="",
+        extract=ExtractConfig(),
         fanout=FanOutConfig(),
         resources=ResourcesConfig(),
     )

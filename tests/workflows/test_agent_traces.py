@@ -72,13 +72,12 @@ def agents(workplace: Path, tiny_target: Path) -> Agents:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("light")
-def test_chats_and_tool_tasks_are_played_each_by_its_stage_and_trained_together(agents: Agents) -> None:
+def test_chats_and_tool_tasks_are_answered_in_one_fan_out_and_trained_together(agents: Agents) -> None:
     first = counts(agents.run())
-    assert (first["regenerate_responses"], first["collect_agent_traces"]) == ((2, 0), (1, 0))
+    assert first["regenerate_responses"] == (3, 0)
     assert first["extract_hidden_states"] == (3, 0)
-    assert "regenerate_responses: 6 conversations, 8 user turns requested = " in agents.output
-    assert "collect_agent_traces: 3 conversations, 3 user turns requested = " in agents.output
-    (traces,) = store.root().glob("collect_agent_traces-*/shard-*.parquet")
+    assert "regenerate_responses: 9 conversations, 11 user turns requested = " in agents.output
+    (traces,) = store.root().glob("regenerate_responses-*/shard-00002.parquet")
     rows = read_token_shard(traces)
     assert {row.source for row in rows} == {"tasks"}
     assert all(2 <= sum(row.loss_mask) <= 7 for row in rows)
@@ -86,10 +85,10 @@ def test_chats_and_tool_tasks_are_played_each_by_its_stage_and_trained_together(
     again = counts(agents.run())
     assert not any(runs for runs, _ in again.values())
     appended = counts(agents.run(num_tasks=4))
-    assert (appended["regenerate_responses"], appended["collect_agent_traces"]) == ((0, 2), (1, 0))
+    assert appended["regenerate_responses"] == (1, 2)
     assert appended["extract_hidden_states"] == (1, 2)
     other = counts(agents.run(num_tasks=4, sources={"tasks": {"temperature": 0.0, "max_new_tokens": 6}}))
-    assert (other["regenerate_responses"], other["collect_agent_traces"]) == ((0, 2), (1, 0))
+    assert other["regenerate_responses"] == (1, 2)
 
 
 @pytest.mark.slow
@@ -99,7 +98,7 @@ def test_a_shard_without_a_row_left_is_left_out_and_none_at_all_is_an_error(
 ) -> None:
     # One token is no answer to learn from: all tool tasks are lost.
     counted = counts(agents.run(sources={"tasks": {"max_new_tokens": 1}}))
-    assert (counted["collect_agent_traces"], counted["extract_hidden_states"][1]) == ((1, 0), 2)
+    assert (counted["regenerate_responses"], counted["extract_hidden_states"][1]) == ((1, 2), 2)
     assert "3 failed (too_short 3)" in agents.output
     prompts = write_prompts(agents.workplace / "prompts.jsonl", 0, 4)
     result = pyflyte_run(

@@ -44,7 +44,6 @@ KEYED = {
     },
     "prepare_heldout": {"heldout_digest", "target_digest", "data"},
     "regenerate_shard": ANSWERING,
-    "collect_shard": ANSWERING,
     "build_vocab": {"shards_digest", "target_digest", "vocab", "init_digest"},
     "extract_shard": {"shard_digest", "target_digest", "engine", "extract"},
     "train_draft": {"states_digest", "vocab_digest", "target_digest", "init_digest", "train"},
@@ -67,10 +66,10 @@ TRAINED = {"train_draft"} | EXPORTED
 EXTRACTED = {"extract_hidden_states"} | TRAINED
 CHOSEN = {"build_vocab"} | TRAINED
 ROWS = {"build_vocab", "describe_rows"} | EXTRACTED
-ANSWERED = {"regenerate_responses", "collect_agent_traces"} | ROWS
+ANSWERED = {"regenerate_responses"} | ROWS
 ALL = {"fetch_target", "prepare_data"} | ANSWERED
 # What the stand-ins make is the same by another engine and for another target.
-ENGINES = {"regenerate_responses", "collect_agent_traces", "extract_hidden_states", "evaluate_draft"}
+ENGINES = {"regenerate_responses", "extract_hidden_states", "evaluate_draft"}
 PREPARED = {"prepare_data"}  # the rows are the same, so nothing behind runs
 NONE: set[str] = set()
 POD = {"cpu": "2", "mem": "8Gi", "ephemeral_storage": "9Gi", "pod_template": "pool"}
@@ -103,7 +102,7 @@ CHANGES: dict[str, dict[str, tuple[Any, set[str]]]] = {
         "excluded": ([{"path": EXCLUDED}], PREPARED),
         "max_prompt_tokens": (63, PREPARED),
         "max_tokens": (127, PREPARED),
-        "rows_per_shard": (3, ALL - {"fetch_target", "collect_agent_traces"}),
+        "rows_per_shard": (3, ALL - {"fetch_target"}),
         "min_shards": (2, PREPARED),
         "max_dropped_share": (0.4, PREPARED),
         "seed": (1, PREPARED),
@@ -116,7 +115,7 @@ CHANGES: dict[str, dict[str, tuple[Any, set[str]]]] = {
         "max_new_tokens": (13, ANSWERED),
         "sources": (
             {"tasks": {"temperature": 0.1}, "train": {"top_p": 0.8}},
-            {"collect_agent_traces"} | ROWS,
+            {"regenerate_responses"} | ROWS,
         ),
         "max_tool_rounds": (7, ANSWERED),
         "seed": (1, ANSWERED),
@@ -180,7 +179,6 @@ CHANGES: dict[str, dict[str, tuple[Any, set[str]]]] = {
         "replicas": (1, NONE),
         "tensor_parallel_size": (2, NONE),
         "server_urls": (["http://localhost:1"], NONE),
-        "min_success_ratio": (0.5, NONE),
     },
     "resources": {  # on which machines
         "engine": (POD | {"accelerator": "H100", "shared_memory": "1Gi", "spot": False}, NONE),
@@ -188,7 +186,7 @@ CHANGES: dict[str, dict[str, tuple[Any, set[str]]]] = {
         "data": (POD | {"spot": True}, NONE),
     },
 }
-KEEPS_BY_KEY = {"regenerate_responses", "collect_agent_traces", "extract_hidden_states", "train_draft"}
+KEEPS_BY_KEY = {"regenerate_responses", "extract_hidden_states", "train_draft"}
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +220,7 @@ def test_every_setting_has_its_line() -> None:
 
 
 def test_the_first_run_makes_everything(chain: Chain) -> None:
-    shards = Counter(regenerate_responses=3, collect_agent_traces=1, extract_hidden_states=4)
+    shards = Counter(regenerate_responses=4, extract_hidden_states=4)
     assert chain.base.made == Counter(dict.fromkeys(ALL, 1)) | shards
     assert not chain.base.cached
     assert chain.base.places.keys() == KEEPS_BY_KEY
@@ -249,7 +247,7 @@ def test_appended_prompts_are_answered_and_captured_in_new_shards_only(chain: Ch
     assert ran.made == Counter(dict.fromkeys(PREPARED | ROWS, 1)) | Counter(
         regenerate_responses=2, extract_hidden_states=2
     )
-    assert (ran.cached["regenerate_responses"], ran.cached["extract_hidden_states"]) == (2, 3)
+    assert (ran.cached["regenerate_responses"], ran.cached["extract_hidden_states"]) == (3, 3)
 
 
 def test_an_initial_draft_of_the_same_vocabulary_with_other_weights_trains_anew(chain: Chain) -> None:
@@ -279,7 +277,7 @@ def test_a_sources_content_is_in_the_key_and_its_place_is_not(chain: Chain) -> N
     moved = {"sources": [SOURCES[0], {"path": "moved/other.jsonl", "name": "tasks"}]}
     assert not chain.run(data=moved).made
     write_rows(chain.workplace / "moved" / "other.jsonl", [task(i) for i in range(3)])
-    assert set(chain.run(data=moved).made) == PREPARED | {"collect_agent_traces"} | ROWS
+    assert set(chain.run(data=moved).made) == PREPARED | {"regenerate_responses"} | ROWS
 
 
 def test_the_order_of_keys_in_a_recipe_is_in_no_key(chain: Chain) -> None:

@@ -51,7 +51,7 @@ def test_a_first_run_makes_everything(chain: Chain, first: dict[str, Any]) -> No
     expected = dict.fromkeys(STAGES, (1, 0)) | dict.fromkeys(
         ("regenerate_responses", "extract_hidden_states"), (3, 0)
     )
-    assert counts(first) == expected | {"collect_agent_traces": (0, 0)}
+    assert counts(first) == expected
     assert first["prompts"] == {"train": 10, "heldout": 2}
     assert first["outputs_identical"]
     assert set(first["tokens_per_s"]) == {"with_draft", "without_draft"}

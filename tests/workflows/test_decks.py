@@ -25,7 +25,6 @@ from workflows.flyte import live
 from workflows.flyte.interfaces import DraftExport, Target, TokenShard
 from workflows.flyte.live import JobDeck
 from workflows.flyte.stage import stage
-from workflows.tasks.collect_agent_traces import collect_shard
 from workflows.tasks.evaluate_draft import evaluate_draft
 from workflows.tasks.extract_hidden_states import extract_shard
 from workflows.tasks.regenerate_responses import regenerate_shard
@@ -150,9 +149,8 @@ def common(tmp_path: Path) -> dict[str, Any]:
     return {**inputs, "engine": ENGINE, "tensor_parallel_size": 1}
 
 
-@pytest.mark.parametrize(("task", "stage"), [(regenerate_shard, "regenerate"), (collect_shard, "collect")])
 def test_an_answering_task_shows_its_shard_and_the_accounts(
-    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch, task: Any, stage: str
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = {
         "conversations": 1200,
@@ -166,17 +164,19 @@ def test_an_answering_task_shows_its_shard_and_the_accounts(
     def play(*_: Any, watch: Watch, **how: Any) -> dict[str, Any]:
         clock[0] += 30
         watch(look(30, unit="user turns"))
-        assert watch.label == f"{stage} shard 7"
+        assert watch.label == "regenerate shard 7"
         assert "5 / 10" in published(tmp_path)
         return {"rows": 1, "tokens": 4567, "supervised_tokens": 3, "digest": "d", "counts": dict(counts)}
 
     monkeypatch.setattr(target_engine, "play", play)
     with pod(tmp_path):
-        made = task.task_function(regenerate=RegenerateConfig(), server_url="", **common(tmp_path))
+        made = regenerate_shard.task_function(
+            regenerate=RegenerateConfig(), server_url="", **common(tmp_path)
+        )
         page = at_the_end(tmp_path)
     assert (made.tokens, made.accounts) == (4567, counts)
     for text in (
-        f"<h1>{stage} shard 7</h1>",
+        "<h1>regenerate shard 7</h1>",
         "4,567",
         "supervised tokens",
         f"<p>{regenerate.outcomes_text(counts)}</p>",

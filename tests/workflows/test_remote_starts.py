@@ -130,7 +130,7 @@ def test_tool_tasks_are_played_in_a_pod(cluster: Cluster, first: Run) -> None:
         num_prompts=1, data={"sources": [source]}, target={"chat_template": template}, regenerate=regenerate
     )
     run = succeeded(cluster.run_workflow("until_regenerate", recipe))
-    assert run.states_of("regenerate_shard") == run.states_of("collect_shard") == [["OK"]]
+    assert run.states_of("regenerate_shard") == [["OK"], ["OK"]]
     chats, traces = as_dict(run.result_literal())["shards"]
     assert (chats["rows"], traces["rows"]) == (1, 3)
     content = cluster.plane.store.read(traces["file"]["path"])

@@ -34,7 +34,6 @@ from workflows.flyte.interfaces import (
     TokenShards,
 )
 from workflows.flyte.pods import CLIENT, DATA, ENGINE, TRAINER, replica_pod
-from workflows.tasks.collect_agent_traces import collect_agent_traces
 from workflows.tasks.evaluate_draft import evaluate_draft_node
 from workflows.tasks.extract_hidden_states import extract_hidden_states
 from workflows.tasks.fetch_target import fetch_target_node
@@ -83,22 +82,12 @@ DRIVERS: dict[str, tuple[Any, dict[str, Any]]] = {
         regenerate_responses,
         ENGINE_SETTINGS
         | {
-            "data": PreparedData([SHARD, SHARD], [SHARD], SHARD, FILE),
+            "data": PreparedData([SHARD], [SHARD], SHARD, FILE),
             "regenerate": RegenerateConfig(),
             "vocab": VocabConfig(),
             "init_from": "",
             "init_digest": "",
             "extract": ExtractConfig(),
-            "fanout": FanOutConfig(tensor_parallel_size=2),
-        },
-    ),
-    "collect_shard": (
-        collect_agent_traces,
-        ENGINE_SETTINGS
-        | {
-            "data": PreparedData([], [SHARD, SHARD], SHARD, FILE),
-            "chats": SHARDS,
-            "regenerate": RegenerateConfig(),
             "fanout": FanOutConfig(tensor_parallel_size=2),
         },
     ),
@@ -204,12 +193,6 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "requests.gpu": "2",
         "accelerator": "nvidia-h100",
     },
-    "collect_shard": {
-        "limits.mem": "64Gi",
-        "limits.gpu": "2",
-        "accelerator": "nvidia-h100",
-        "interruptible": False,
-    },
     "extract_shard": {
         "requests.mem": "64Gi",
         "requests.cpu": ENGINE["requests"].cpu,
@@ -269,17 +252,6 @@ def test_pods_are_made_after_the_template_that_the_recipe_names(stage: str) -> N
     assert found.pop(stage) == named
     assert set(found.values()) <= {""}  # what gathers needs no pool
     assert set(templates_of_pods(driver, inputs, ResourcesConfig()).values()) == {""}
-
-
-def test_a_map_tasks_pods_are_made_after_it_too() -> None:
-    driver, inputs = DRIVERS["extract_shard"]
-    inputs = inputs | {"fanout": FanOutConfig(min_success_ratio=0.5)}
-    found = templates_of_pods(driver, inputs, ASKED)
-    (mapped,) = {name for name in found if name.startswith("map_extract_shard")}
-    assert found[mapped] == "spot-pool"
-    assert (
-        templates_of_pods(driver, inputs, ResourcesConfig())[mapped] == ""
-    )  # the name, and so the key, is the same
 
 
 def test_clients_of_servers_ask_for_no_gpu() -> None:

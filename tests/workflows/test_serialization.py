@@ -22,7 +22,6 @@ UNCACHED = {
     "gather_token_shards",
     "gather_hidden_states",
     "regenerate_responses",
-    "collect_agent_traces",
     "extract_hidden_states",
     "summarize_run",
     "report_data",
@@ -43,7 +42,7 @@ UNCACHED = {
     "choose_opponent",
     "promote_draft",
 }
-ON_GPU = {"regenerate_shard", "collect_shard", "extract_shard", "train_draft", "evaluate_draft"}
+ON_GPU = {"regenerate_shard", "extract_shard", "train_draft", "evaluate_draft"}
 CARRIED = {
     "EAGLE3_REGISTRY": "ghcr.io/acme",
     "EAGLE3_TAG": "v1",
@@ -123,7 +122,7 @@ def test_the_readme_says_what_limits_a_cluster_must_allow(templates: dict[str, A
 
 def test_only_regeneration_and_extraction_run_on_spot(templates: dict[str, Any]) -> None:
     spot = {name for name, template in templates.items() if template.metadata.interruptible}
-    assert spot == {"regenerate_shard", "collect_shard", "extract_shard"}
+    assert spot == {"regenerate_shard", "extract_shard"}
     assert all(templates[name].metadata.retries.retries for name in spot)
 
 
@@ -184,11 +183,7 @@ def test_only_tasks_that_need_a_secret_get_it(templates: dict[str, Any]) -> None
         ("vllm", "key", "EAGLE3_SERVER_KEY", Secret.ENV_VAR),
     )
     assert {name for name, secrets in found.items() if token in secrets} == READ_THE_HUB
-    assert {name for name, secrets in found.items() if key in secrets} == {
-        "regenerate_shard",
-        "collect_shard",
-        "extract_shard",
-    }
+    assert {name for name, secrets in found.items() if key in secrets} == {"regenerate_shard"}
     assert all(len(secrets) <= 1 for secrets in found.values())
 
 

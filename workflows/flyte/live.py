@@ -1,7 +1,6 @@
-"""What a long task does while its processes work: it publishes a live Deck; training saves checkpoints for the next attempt, too.
+"""What a long task does while its processes work: publish a live Deck, and for training save checkpoints for the next attempt.
 
-Locally there is nobody to publish to, and the next attempt finds the directory itself (store.resumable_dir). Flyte shows no Deck
-of a map task's parts (extract with `fanout.min_success_ratio` below 1): their logs alone say how far they are.
+Local runs do neither: a Deck has no reader there, and the next attempt finds the directory itself (store.resumable_dir).
 """
 
 import logging

@@ -23,7 +23,6 @@ from workflows.flyte.journal import Entry
 STAGES = (
     "prepare_data",
     "regenerate_responses",
-    "collect_agent_traces",
     "build_vocab",
     "extract_hidden_states",
     "train_draft",

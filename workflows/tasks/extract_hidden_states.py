@@ -1,28 +1,22 @@
 """extract: the engine's hidden states for every token, one engine task a shard."""
 
-import functools
-import logging
 from dataclasses import replace
 from typing import Any, cast
 
-from flytekit import Cache, dynamic, map_task, task
+from flytekit import Cache, dynamic, task
 from flytekit.types.directory import FlyteDirectory
 
 import images
 from eagle3.config.engine import EngineConfig, ExtractConfig, FanOutConfig
 from eagle3.config.resources import ResourcesConfig
-from eagle3.uris import redact
 from workflows.flyte import store
+from workflows.flyte.fan_out import fan_out
 from workflows.flyte.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
 from workflows.flyte.live import JobDeck
-from workflows.flyte.pods import DYNAMIC, ENGINE, LIGHT, Pod, after_template, replica_pod
+from workflows.flyte.pods import DYNAMIC, ENGINE, LIGHT, replica_pod
 from workflows.flyte.stage import recoverable, stage
 
-logger = logging.getLogger("eagle3")
 CACHE = Cache(version="3", ignored_inputs=("shard", "target", "tensor_parallel_size"))
-# Constant, since both are in a map task's name and so in its cache key: no failure fails the node, and the recipe's ratio is
-# enforced by gather_hidden_states.
-LANE = {"concurrency": 1, "min_success_ratio": 0.0}
 NAME = "extract_hidden_states"
 
 
@@ -94,31 +88,11 @@ def _key(shard_digest: str, target_digest: str, engine: EngineConfig, extract: E
 
 @task(container_image=images.CPU, retries=2, **LIGHT)
 @recoverable
-def gather_hidden_states(
-    shards: TokenShards, lanes: list[list[HiddenStateShard | None]], fanout: FanOutConfig
-) -> HiddenStateShards:
-    """Put the shards in order again: lane i holds the shards i, i + number of lanes, …; None where one failed for good.
-
-    Raises:
-        ValueError: if fewer than `fanout.min_success_ratio` of them are there.
-    """
-    found = {i + step * len(lanes): shard for i, lane in enumerate(lanes) for step, shard in enumerate(lane)}
-    done = [shard for number in range(len(shards.shards)) if (shard := found[number]) is not None]
-    lost = [shards.shards[number] for number in range(len(shards.shards)) if found[number] is None]
-    if lost:
-        named = ", ".join(
-            f"shard {shard.index} ({shard.rows} rows, {redact(shard.file.path)})" for shard in lost[:8]
-        )
-        text = f"{len(lost)} of {len(shards.shards)} shards, {sum(s.rows for s in lost)} rows, could not be captured: {named}"
-        if len(done) < fanout.min_success_ratio * len(shards.shards):
-            asked = f"fanout.min_success_ratio is {fanout.min_success_ratio}"
-            raise ValueError(f"{text}; {asked}: run again (what is finished is kept) or lower it")
-        logger.warning("%s; training goes on without them", text)
-    # Two shards that hold the same rows come from the cache under one index.
-    ordered = [replace(shard, index=i) for i, shard in enumerate(done)]
-    return HiddenStateShards(
-        ordered, ordered[0].layer_ids, store.digest_of_digests(shard.digest for shard in ordered)
-    )
+def gather_hidden_states(shards: list[HiddenStateShard]) -> HiddenStateShards:
+    """Number the shards: two that hold the same rows come from the cache under one index."""
+    ordered = [replace(shard, index=i) for i, shard in enumerate(shards)]
+    digest = store.digest_of_digests(shard.digest for shard in ordered)
+    return HiddenStateShards(ordered, ordered[0].layer_ids, digest)
 
 
 @dynamic(container_image=images.CPU, retries=2, **DYNAMIC)
@@ -131,59 +105,28 @@ def extract_hidden_states(
     fanout: FanOutConfig,
     resources: ResourcesConfig,
 ) -> HiddenStateShards:
-    """Run every shard through the target, in as many lanes as there are replicas: a server captures nothing.
+    """Run every shard through the target, on engines of our own: a server captures nothing.
 
     Raises:
         ValueError: if the states do not fit on the local disk.
     """
     check_room(shards, target, engine, extract)
-    num_lanes = min(len(shards.shards), fanout.replicas)
-    common = {
-        "target": target,
-        "target_digest": target.digest,
-        "engine": engine,
-        "extract": extract,
-        "tensor_parallel_size": fanout.tensor_parallel_size,
-    }
     pod = replica_pod(fanout.model_copy(update={"server_urls": []}), resources)
-    lanes: list[Any] = []
-    for i in range(num_lanes):
-        lane = shards.shards[i::num_lanes]
-        if fanout.min_success_ratio == 1:
-            lanes.append(_strict_lane(lane, common, pod))
-        elif store.is_local():
-            lanes.append([_local_attempt(shard, common) for shard in lane])
-        else:
-            lanes.append(_tolerant_lane(lane, common, pod))
-    return cast(HiddenStateShards, gather_hidden_states(shards=shards, lanes=lanes, fanout=fanout))
 
+    def start(shard: TokenShard, _: int) -> Any:
+        return pod.node(
+            extract_shard,
+            shard=shard,
+            shard_digest=shard.digest,
+            target=target,
+            target_digest=target.digest,
+            engine=engine,
+            extract=extract,
+            tensor_parallel_size=fanout.tensor_parallel_size,
+        )
 
-def _strict_lane(lane: list[TokenShard], common: dict[str, Any], pod: Pod) -> list[Any]:
-    """One node a shard, one after the other."""
-    nodes: list[Any] = []
-    for shard in lane:
-        node = pod.node(extract_shard, shard=shard, shard_digest=shard.digest, **common)
-        if nodes:
-            nodes[-1] >> node
-        nodes.append(node)
-    return nodes
-
-
-def _tolerant_lane(lane: list[TokenShard], common: dict[str, Any], pod: Pod) -> Any:
-    """One map node, which a failed shard does not fail."""
-    run_lane = map_task(functools.partial(after_template(extract_shard, pod.template), **common), **LANE)
-    return run_lane(shard=lane, shard_digest=[shard.digest for shard in lane]).with_overrides(**pod.overrides)
-
-
-def _local_attempt(shard: TokenShard, common: dict[str, Any]) -> Any:
-    """Locally a task runs when it is called. Settings that cannot work fail every shard, and the run."""
-    try:
-        return extract_shard(shard=shard, shard_digest=shard.digest, **common)
-    except ValueError:
-        raise
-    except Exception as e:
-        logger.warning("shard %d could not be captured: %s", shard.index, e)
-        return None
+    captured = fan_out(shards.shards, fanout.replicas, start)
+    return cast(HiddenStateShards, gather_hidden_states(shards=captured))
 
 
 def check_room(shards: TokenShards, target: Target, engine: EngineConfig, extract: ExtractConfig) -> None:

@@ -14,17 +14,15 @@ from workflows.flyte.stage import recoverable
 
 @task(container_image=images.CPU, retries=2, **LIGHT)
 @recoverable
-def gather_token_shards(stage: str, before: list[TokenShard], shards: list[TokenShard]) -> TokenShards:
-    """Put the shards in order behind those of earlier stages, and tell what became of the stage's prompts."""
+def gather_token_shards(shards: list[TokenShard]) -> TokenShards:
+    """Number the shards that have a row, and print what became of the prompts of all."""
     from eagle3.regenerate.generator import check_any_left, outcomes_text
 
-    accounts = sum((Counter(shard.accounts) for shard in shards), Counter[str]())
-    if accounts:
-        print(f"{stage}: {outcomes_text(accounts)}", flush=True)
-    left = [shard for shard in (*before, *shards) if shard.rows]
-    total = sum((Counter(shard.accounts) for shard in before), accounts)
-    if accounts:
-        check_any_left(len(left), dict(total))
+    outcomes = dict(sum((Counter(shard.accounts) for shard in shards), Counter[str]()))
+    left = [shard for shard in shards if shard.rows]
+    if outcomes:
+        print(f"regenerate_responses: {outcomes_text(outcomes)}", flush=True)
+        check_any_left(len(left), outcomes)
     # Two shards that hold the same rows come from the cache under one index.
     ordered = [replace(shard, index=i) for i, shard in enumerate(left)]
-    return TokenShards(ordered, store.digest_of_digests(shard.digest for shard in ordered), dict(total))
+    return TokenShards(ordered, store.digest_of_digests(shard.digest for shard in ordered), outcomes)

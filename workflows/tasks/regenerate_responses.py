@@ -1,9 +1,12 @@
-"""regenerate: the target's own answers, one engine task a shard."""
+"""regenerate: the target's own answers to chats and tool tasks, one engine task a shard."""
 
 import json
-from typing import cast
+import logging
+from dataclasses import replace
+from typing import Any, cast
 
 from flytekit import Cache, dynamic, task
+from flytekit.types.file import FlyteFile
 
 import images
 from eagle3.config.data import VocabConfig
@@ -11,12 +14,14 @@ from eagle3.config.engine import EngineConfig, ExtractConfig, FanOutConfig, Rege
 from eagle3.config.resources import ResourcesConfig
 from eagle3.targets.properties import aux_layer_ids
 from workflows.flyte import store
-from workflows.flyte.fan_out import answer_shard, answering_key, in_lanes
+from workflows.flyte.fan_out import fan_out
 from workflows.flyte.interfaces import PreparedData, Target, TokenShard, TokenShards
-from workflows.flyte.pods import DYNAMIC, ENGINE, HUB, SERVER
+from workflows.flyte.live import JobDeck
+from workflows.flyte.pods import DYNAMIC, ENGINE, HUB, SERVER, replica_pod
 from workflows.flyte.stage import recoverable, stage
 from workflows.tasks.gather_token_shards import gather_token_shards
 
+logger = logging.getLogger("eagle3")
 NAME = "regenerate_responses"
 CACHE = Cache(version="3", ignored_inputs=("shard", "target", "server_url", "tensor_parallel_size"))
 
@@ -42,13 +47,41 @@ def regenerate_shard(
     server_url: str,
     tensor_parallel_size: int,
 ) -> TokenShard:
-    """Play the waiting conversations of one shard; the others keep the answers that they came with."""
+    """Answer the waiting conversations of one shard; the others keep the answers that they came with.
+
+    Answers are stored as they come, in a directory named by everything that decides them: another attempt asks for the rest.
+    """
+    from eagle3.engine.engine import play
+    from eagle3.regenerate.generator import outcomes_text, warn_of_limit
     from eagle3.shards.tokens import read_token_shard
 
     if all(any(row.loss_mask) for row in read_token_shard(shard.file.download())):
         return shard
-    key = answering_key(CACHE, shard_digest, target_digest, engine, regenerate)
-    return answer_shard(NAME, key, shard, target, engine, regenerate, server_url, tensor_parallel_size)
+    store.share_credentials()
+    path = store.new_dir(NAME) / f"shard-{shard.index:05d}.parquet"
+    settings = [engine.model_dump_json(), regenerate.model_dump_json()]
+    key = store.digest_of_digests([CACHE.version, shard_digest, target_digest, *settings])
+    deck = JobDeck(f"regenerate shard {shard.index}")
+    with store.keyed_place(NAME, key) as log_uri:
+        made = play(
+            target.directory.download(),
+            shard.file.download(),
+            path,
+            log_uri,
+            engine,
+            regenerate,
+            tensor_parallel_size=tensor_parallel_size,
+            server_url=server_url,
+            watch=deck.watch(),
+        )
+    outcomes = made.pop("counts")
+    logger.info("shard %d: %s", shard.index, outcomes_text(outcomes))
+    names = ("rows", "tokens", "supervised_tokens")
+    deck.finish({name.replace("_", " "): f"{made[name]:,}" for name in names}, outcomes_text(outcomes))
+    warn_of_limit(outcomes, f"shard {shard.index}")
+    # Without a row there is no new file; gather_token_shards leaves such a shard out.
+    file = FlyteFile(str(path)) if made["rows"] else shard.file
+    return TokenShard(shard.index, file, accounts=outcomes, **made)
 
 
 def _check_initial(init_from: str, init_digest: str, target: Target, layer_ids: list[int]) -> None:
@@ -77,7 +110,7 @@ def regenerate_responses(
     fanout: FanOutConfig,
     resources: ResourcesConfig,
 ) -> TokenShards:
-    """Let the target answer every chat, `fanout.replicas` shards at a time; without regeneration the shards pass as they are.
+    """Let the target answer every chat and tool task; without regeneration the shards pass unchanged.
 
     Raises:
         ValueError: on settings of later stages that this target cannot meet, before the first engine starts.
@@ -89,8 +122,24 @@ def regenerate_responses(
         raise ValueError(
             f"draft vocab must not exceed the target's {target.vocab_size}, got {vocab.size}; lower vocab.size in the recipe"
         )
+    # Tool tasks follow the chats: each prepared list counts its own shards from 0.
+    shards = [replace(shard, index=i) for i, shard in enumerate([*data.shards, *data.tool_tasks])]
     if not regenerate.enabled:
-        return cast(TokenShards, gather_token_shards(stage=NAME, before=data.shards, shards=[]))
-    inputs = {"target": target, "target_digest": target.digest, "engine": engine}
-    answered = in_lanes(data.shards, regenerate_shard, regenerate, fanout, resources, **inputs)
-    return cast(TokenShards, gather_token_shards(stage=NAME, before=[], shards=answered))
+        return cast(TokenShards, gather_token_shards(shards=shards))
+    pod, urls = replica_pod(fanout, resources), fanout.server_urls
+
+    def start(shard: TokenShard, slot: int) -> Any:
+        return pod.node(
+            regenerate_shard,
+            shard=shard,
+            shard_digest=shard.digest,
+            target=target,
+            target_digest=target.digest,
+            engine=engine,
+            regenerate=regenerate.for_sources(shard.sources),
+            server_url=urls[slot] if urls else "",
+            tensor_parallel_size=fanout.tensor_parallel_size,
+        )
+
+    answered = fan_out(shards, len(urls) or fanout.replicas, start)
+    return cast(TokenShards, gather_token_shards(shards=answered))
