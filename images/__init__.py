@@ -1,7 +1,7 @@
 """The two container images, each from its lock: CPU for data and files, GPU for engine and training.
 
-Names and tags need no registry; set EAGLE3_REGISTRY (for example ghcr.io/acme) to push and pull. Code travels to the pods when a
-workflow is started (`--copy all`), or lies in the images: EAGLE3_TAG then tells its versions apart (images/build.py).
+Set EAGLE3_REGISTRY (for example registry.example.com/ml) to push and pull. The code goes to the pods when a
+workflow starts (`--copy all`), or is part of the images (images/build.py); then EAGLE3_TAG is its version.
 """
 
 import os
@@ -19,7 +19,10 @@ UV_IMAGE = "ghcr.io/astral-sh/uv:0.13.9"
 
 
 class LockFile(os.PathLike[str]):
-    """A lock's path: the same text everywhere, so that laptop and pod agree on the image, yet readable from any directory."""
+    """Path of a lock file, readable from any directory.
+
+    Its text is the same on every machine, so that laptop and pod compute the same image tag.
+    """
 
     def __init__(self, relative: str) -> None:
         self.relative = relative
@@ -38,7 +41,7 @@ def _image(name: str, lock: str, apt_packages: list[str], pip_args: str = "") ->
         python_version=PYTHON_VERSION,
         base_image=BASE_IMAGE,
         requirements=cast(str, LockFile(lock)),
-        # The locks are complete, and leave out what vLLM names but never imports.
+        # The locks are complete. They leave out packages that vLLM requires but never imports.
         pip_extra_args=f"--no-deps {pip_args}".strip(),
         apt_packages=apt_packages,
         builder_config={"uv_image": UV_IMAGE},

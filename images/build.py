@@ -1,8 +1,8 @@
-"""Build contexts of both images with the code inside, for clusters whose pods get no code at run time.
+"""Write build contexts of both images with the code inside, for clusters whose pods get no code at run time.
 
-    python -m images.build DIRECTORY    writes a context an image, and a line `name directory` for each
+    python -m images.build DIRECTORY    writes a context for each image and prints `name directory` for each
 
-`make image` hands them to docker or podman. Set EAGLE3_TAG, which stands in their names: the code is not in the hash.
+`make image` builds them with docker or podman. EAGLE3_TAG is required: the image's hash leaves the code out.
 """
 
 import shutil
@@ -19,7 +19,7 @@ LAST_LAYER = "COPY --chown=flytekit code /root\n"
 
 
 def write_context(image: ImageSpec, directory: Path) -> None:
-    """Write what flytekit's own builder would build from, and the code in a last layer."""
+    """Write the context of flytekit's own builder, and add the code as the last layer."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     create_docker_context(image, directory)
@@ -33,7 +33,7 @@ def write_context(image: ImageSpec, directory: Path) -> None:
 
 def main(directory: Path) -> None:
     if not images.TAG:
-        sys.exit("set EAGLE3_TAG to the version of the code that the images hold")
+        sys.exit("set EAGLE3_TAG to the version of the code in the images")
     for image in (images.CPU, images.GPU):
         write_context(image, directory / image.name)
         print(image.image_name(), directory / image.name)

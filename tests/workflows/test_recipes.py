@@ -90,9 +90,10 @@ def test_a_recipes_comment_states_what_the_plan_works_out(name: str) -> None:
     comment = (ROOT / f"workflows/recipes/{name}.yaml").read_text().partition("run_name:")[0]
     parts = ", ".join(f"{stage.gpu_hours:.1f} {stage.stage}" for stage in plan.stages)
     for said in (
-        "estimates and not measurements",
+        "Estimates by workflows/plan.py, not measurements",
         f"{plan.state_bytes / 1e12:.2f} TB compressed, {fp8.state_bytes / 1e12:.2f} TB with",
-        f"{sum(s.gpu_hours for s in plan.stages):.1f} GPU-hours: {parts}; {sum(s.hours for s in plan.stages):.1f} hours",
+        f"{sum(s.gpu_hours for s in plan.stages):.1f} GPU-hours: {parts}",
+        f"{sum(s.hours for s in plan.stages):.1f} hours, with",
     ):
         assert said in comment
 
