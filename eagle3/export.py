@@ -5,9 +5,7 @@ every tensor with what config.json implies. `embed_tokens` is left out: the engi
 is the whole target vocabulary, `d2t` and `t2d` are left out too: the engine has no mapping then and refuses one.
 """
 
-import hashlib
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,9 @@ from torch import Tensor
 
 from eagle3.config.training import ExportConfig
 from eagle3.draft.speculators import FLAGS, LAYER_TYPES, expected_shapes
-from eagle3.files import digest_of
+from eagle3.files import atomic_path, digest_of, file_sha256
 from eagle3.targets.weights import check_target_dir
-from eagle3.uris import redact
+from eagle3.uris import may_be_hub_id, redact, uri_kind
 from eagle3.vocab import Vocab, load_vocab
 
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -67,15 +65,12 @@ def write_export(
     _check_vocab(vocab, draft, vocab_path)
     if len(vocab.d2t) < len(vocab.t2d):
         tensors |= {"d2t": vocab.d2t, "t2d": vocab.t2d}
-    part = out.with_name(f"{out.name}.part")
-    digest = _write_verified(part, export_config(draft, public_name, cfg), tensors)
-    part.replace(out)
-    return digest
+    with atomic_path(out) as part:
+        return _write_verified(part, export_config(draft, public_name, cfg), tensors)
 
 
 def _write_verified(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     """Make the directory anew with both files and check what lies there then; returns its digest."""
-    shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     path = directory / "model.safetensors"
@@ -134,21 +129,11 @@ def check_public_name(name: str) -> None:
     Raises:
         ValueError: says what to set.
     """
-    if _looks_local(name) or Path(name).exists():
+    if uri_kind(name) != "hub":
         raise ValueError(
             f"the exported draft must name its target as others know it, got {redact(name)!r}; set target.public_name to a hub id "
             "such as org/model (a local path would not exist where the draft is served)"
         )
-
-
-def _looks_local(name: str) -> bool:
-    return (
-        not name
-        or name.startswith(("/", ".", "~"))
-        or "\\" in name
-        or name.endswith(".gguf")
-        or name.count("/") > 1
-    )
 
 
 def verify_export(export_dir: str | Path) -> str:
@@ -167,7 +152,7 @@ def verify_export(export_dir: str | Path) -> str:
         faults = list(_tensor_faults(config, _read_tensors(path / "model.safetensors")))
     if faults:
         raise ValueError(f"{path} would not serve as trained: {'; '.join(faults)}; delete it and run again")
-    return digest_of(*(_file_digest(path / name) for name in ("config.json", "model.safetensors")))
+    return digest_of(*(file_sha256(path / name) for name in ("config.json", "model.safetensors")))
 
 
 def _config_faults(config: dict[str, Any]) -> Iterator[str]:
@@ -186,7 +171,7 @@ def _config_faults(config: dict[str, Any]) -> Iterator[str]:
         verifier = config["speculators_config"]["verifier"]
         if proposal["speculative_tokens"] < 1 or not verifier["architectures"]:
             yield "config.json: speculative_tokens must be at least 1 and the verifier's architectures given"
-        if _looks_local(verifier["name_or_path"]):
+        if not may_be_hub_id(verifier["name_or_path"]):
             yield f"config.json: the verifier must have a public name, got {verifier['name_or_path']!r}"
         yield from _shape_setting_faults(config, config["transformer_layer_config"])
     except (KeyError, IndexError, TypeError) as e:
@@ -295,8 +280,3 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
             f"{path} is not a complete safetensors file ({e}); delete its directory and run again"
         ) from e
     return tensors
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()

@@ -1,25 +1,33 @@
-"""Files by local path or fsspec URL: read, written and looked for alike; a store that fails is tried again.
+"""Files by local path or fsspec URL: hash, read, write, copy, list and lock.
 
-Credentials are the store's own environment variables.
+Whatever is written appears atomically. A store that fails is asked again. A store's credentials are its own environment
+variables. `uri` is a path or a URL everywhere.
 """
 
 import hashlib
 import logging
+import os
+import shutil
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
+from filelock import FileLock, Timeout
 from fsspec.implementations.local import LocalFileSystem
 
+from eagle3.errors import StoreError
 from eagle3.uris import redact, redact_secrets, redact_text
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-TRIES, FIRST_PAUSE_S = 5, 0.5
-READ_SIZE = 1 << 20
+TRIES = 5
+FIRST_PAUSE_S = 0.5
+LOCK_TIMEOUT_S = 0.2  # the last owner may just be removing the lock's directory
 
 
 def digest_of(*parts: str | bytes) -> str:
@@ -32,22 +40,63 @@ def digest_of(*parts: str | bytes) -> str:
     return sha.hexdigest()[:32]
 
 
-class Stopped(Exception):
-    """Nobody waits for the result any more."""
+def file_sha256(uri: str | Path) -> str:
+    """SHA-256 of a file, 64 hex digits."""
+
+    def read() -> str:
+        with fsspec.open(str(uri), "rb") if is_remote(uri) else open(uri, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    return retry(read, str(uri)) if is_remote(uri) else read()
 
 
-def is_remote(place: str | Path) -> bool:
+def files_digest(*paths: str | Path) -> str:
+    """One digest over the contents of files, in order, 32 hex digits."""
+    digests = [bytes.fromhex(file_sha256(path)) for path in paths]
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:32]
+
+
+def file_version(store: Any, path: str) -> str:
+    """A text that changes when a file does: from a store's strong entity tag, else from a hash, which reads the whole file.
+
+    Args:
+        store: fsspec file system.
+        path: in it.
+
+    Raises:
+        ValueError: if the file cannot be read; names it.
+        ConnectionError: where another try may succeed.
+    """
+    if not isinstance(store, LocalFileSystem):
+        info = store.info(path)
+        tag = str(info.get("ETag") or info.get("etag") or "")
+        if tag and not tag.startswith("W/"):
+            return digest_of(tag, str(info.get("size")))
+    try:
+        with store.open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+    except (ConnectionError, TimeoutError):
+        raise
+    except OSError as e:
+        raise ValueError(f"{redact(path)} cannot be read ({e}); give a readable file") from e
+
+
+def is_remote(uri: str | Path) -> bool:
     """Whether it is a URL."""
-    return "://" in str(place)
+    return "://" in str(uri)
+
+
+class Stopped(Exception):
+    """Nothing waits for the result any more."""
 
 
 @redact_secrets()
 def retry(action: Callable[[], T], url: str, stopped: threading.Event | None = None) -> T:
-    """Call `action` until it succeeds, waiting longer each time; a missing or wrong file is not waited for.
+    """Call `action` until it succeeds, with growing pauses.
 
     Raises:
         FileNotFoundError, ValueError: at once.
-        ConnectionError: after the last try; names the URL as it may be shown.
+        StoreError: after the last try; names the URL without secrets.
         Stopped: if `stopped` was set meanwhile.
     """
     stopped = stopped or threading.Event()
@@ -56,169 +105,211 @@ def retry(action: Callable[[], T], url: str, stopped: threading.Event | None = N
             return action()
         except (FileNotFoundError, ValueError, Stopped):
             raise
-        # Not every store's connection errors are OSErrors: botocore's are not.
-        except Exception as e:
-            told = f"{type(e).__name__}: {redact_text(str(e))}"
+        except Exception as e:  # not only OSError: botocore's connection errors are none
+            text = f"{type(e).__name__}: {redact_text(str(e))}"
             if attempt == TRIES - 1:
                 remedy = "check the store and the free disk space"
-                raise ConnectionError(
-                    f"{redact(url)} could not be reached in {TRIES} tries ({told}); {remedy}"
+                raise StoreError(
+                    f"{redact(url)} could not be reached in {TRIES} tries ({text}); {remedy}"
                 ) from e
-            logger.warning("%s: %s, trying again", redact(url), told)
+            logger.warning("%s: %s, trying again", redact(url), text)
             if stopped.wait(FIRST_PAUSE_S * 2**attempt):
                 raise Stopped from e
     raise AssertionError
 
 
-def _store_of(url: str) -> tuple[Any, str]:
+def _open_store(url: str) -> tuple[Any, str]:
     """The file system of a URL, and the path in it."""
-    # Everywhere else a directory is there once something lies in it.
+    # Other stores make a directory with its first file.
     store, path = fsspec.core.url_to_fs(url, **({"auto_mkdir": True} if url.startswith("file://") else {}))
+    store.invalidate_cache()
     return store, path
 
 
-def read_bytes(place: str) -> bytes | None:
-    """What a file holds; None if there is none.
+def read_bytes(uri: str) -> bytes | None:
+    """The content of a file; None if it does not exist.
 
     Raises:
         OSError: if it cannot be read.
     """
 
     def read() -> bytes:
-        store, path = _store_of(place)
+        store, path = _open_store(uri)
         return bytes(store.cat_file(path))
 
     try:
-        return retry(read, place) if is_remote(place) else Path(place).read_bytes()
+        return retry(read, uri) if is_remote(uri) else Path(uri).read_bytes()
     except FileNotFoundError:
         return None
 
 
-def file_size(place: str) -> int | None:
+def file_size(uri: str) -> int | None:
     """Size in bytes; None if there is no such file."""
 
-    def look() -> int:
-        store, path = _store_of(place)
-        store.invalidate_cache()
+    def ask() -> int:
+        store, path = _open_store(uri)
         return int(store.info(path)["size"])
 
     try:
-        return retry(look, place) if is_remote(place) else Path(place).stat().st_size
+        return retry(ask, uri) if is_remote(uri) else Path(uri).stat().st_size
     except FileNotFoundError:
         return None
 
 
-def list_files(place: str, pattern: str) -> list[str]:
-    """The files right in a directory whose names match a glob pattern, sorted; none where there is no such directory."""
+def list_names(uri: str) -> list[str]:
+    """Names of the files and directories in a directory, sorted; none if it does not exist."""
 
-    def look() -> list[str]:
-        store, path = _store_of(place)
-        store.invalidate_cache()
-        return [f"{place}/{found.rpartition('/')[2]}" for found in store.glob(f"{path}/{pattern}")]
+    def ask() -> set[str]:
+        store, path = _open_store(uri)
+        return {str(name).rstrip("/").rpartition("/")[2] for name in store.ls(path, detail=False)}
 
-    return sorted(retry(look, place) if is_remote(place) else map(str, Path(place).glob(pattern)))
+    try:
+        return sorted(retry(ask, uri) if is_remote(uri) else (path.name for path in Path(uri).iterdir()))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
-def file_version(store: Any, path: str) -> str:
-    """What changes when a file does: a store's own strong entity tag where it has one; else a hash, at the price of reading it.
+def list_files(uri: str, pattern: str) -> list[str]:
+    """The files of a directory that match a glob pattern, sorted; none if the directory does not exist."""
+    return [f"{uri}/{name}" for name in list_names(uri) if fnmatch(name, pattern)]
+
+
+@contextmanager
+def atomic_path(path: str | Path, shared: bool = False) -> Iterator[Path]:
+    """Yield a path next to it, which replaces it at the end. After an error or a kill the old file is still whole.
 
     Args:
-        store: fsspec file system. path: in it.
-
-    Raises:
-        ValueError: if it cannot be read; names it.
-        ConnectionError: where another try may help.
+        path: file or directory.
+        shared: several processes may write it at once. Otherwise the next writer removes what a killed one left.
     """
-    if not isinstance(store, LocalFileSystem):
-        info = store.info(path)
-        tag = str(info.get("ETag") or info.get("etag") or "")
-        if tag and not tag.startswith("W/"):
-            return digest_of(tag, str(info.get("size")))
-    sha = hashlib.sha256()
+    part = Path(f"{path}.{uuid.uuid4().hex}.part" if shared else f"{path}.part")
+    _remove(part)
     try:
-        with store.open(path, "rb") as file:
-            while block := file.read(READ_SIZE):
-                sha.update(block)
-    except (ConnectionError, TimeoutError):
-        raise
-    except OSError as e:
-        raise ValueError(f"{redact(path)} cannot be read ({e}); give a readable file") from e
-    return sha.hexdigest()[:32]
+        yield part
+        part.replace(path)
+    finally:
+        _remove(part)
 
 
-def fetch_file(place: str, out: Path) -> None:
-    """Copy a file to a local path.
-
-    Raises:
-        FileNotFoundError: if it is not there.
-        ConnectionError: if the store does not answer.
-    """
-
-    def get() -> None:
-        store, path = _store_of(place)
-        store.get_file(path, str(out))
-
-    retry(get, place)
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
-def write_bytes(place: str, data: bytes) -> None:
-    """Write a file whole or not at all.
+def write_bytes(uri: str | Path, data: bytes) -> None:
+    """Write a file atomically.
 
     Raises:
-        OSError: if that cannot be done; names it.
+        OSError: if it cannot be written; names it.
     """
-    if not is_remote(place):
-        part = Path(f"{place}.part")
-        try:
-            part.write_bytes(data)
-            part.replace(place)
-        except OSError as e:  # a full disk's does not say which file
-            with suppress(OSError):
-                part.unlink()
-            raise OSError(
-                f"{place} could not be written ({e}); check the free disk space and run again"
-            ) from e
-        return
 
     def write() -> None:
-        store, path = _store_of(place)
+        store, path = _open_store(str(uri))
         store.pipe_file(path, data)
 
-    retry(write, place)
+    if is_remote(uri):
+        retry(write, str(uri))
+        return
+    try:
+        with atomic_path(uri, shared=True) as part:
+            part.write_bytes(data)
+    except OSError as e:  # a full disk's error does not name the file
+        raise OSError(f"{uri} could not be written ({e}); check the free disk space and run again") from e
 
 
-def move_file(path: Path, place: str) -> None:
-    """Move a local file to a place, where it appears whole or not at all.
+def create_file(uri: str, data: bytes) -> None:
+    """Write a file that must not exist; of several writers one succeeds (on a local disk and S3 at least).
 
     Raises:
-        OSError: if the store does not take it, or has another size of it afterwards.
+        FileExistsError: if it exists with other content. The same content is fine: an earlier attempt may have been cut off.
+        StoreError: if the store does not take it.
     """
-    if not is_remote(place):
-        path.replace(place)
-        return
+    try:
+        _write_new(uri, data)
+    except Exception as e:  # not only OSError: botocore's connection errors are none
+        found = read_bytes(uri)
+        if found is None:
+            raise StoreError(f"{uri} could not be written ({e!r}); check the store and run again") from e
+        if found != data:
+            raise FileExistsError(uri) from e
 
+
+def _write_new(uri: str, data: bytes) -> None:
+    if is_remote(uri):
+        store, path = _open_store(uri)
+        store.pipe_file(path, data, mode="create")
+        return
+    part = Path(f"{uri}.{uuid.uuid4().hex}.part")
+    part.write_bytes(data)
+    try:
+        os.link(part, uri)
+    finally:
+        part.unlink()
+
+
+def copy_file(source: str | Path, out: str | Path) -> None:
+    """Copy a file atomically. One of the two must be a local path.
+
+    Raises:
+        FileNotFoundError: if the source does not exist.
+        StoreError: if a store does not answer, or has another size of the file afterwards.
+    """
+    if is_remote(out):
+        _upload(Path(source), str(out))
+        return
+    with atomic_path(out, shared=True) as part:
+        if is_remote(source):
+            retry(lambda: _download(str(source), part), str(source))
+        else:
+            shutil.copyfile(source, part)
+
+
+def _download(url: str, path: Path) -> None:
+    store, remote_path = _open_store(url)
+    store.get_file(remote_path, str(path))
+
+
+def _upload(path: Path, url: str) -> None:
     def put() -> None:
-        store, remote_path = _store_of(place)
+        store, remote_path = _open_store(url)
         store.put_file(str(path), remote_path)
 
-    retry(put, place)
-    found, size = file_size(place), path.stat().st_size
+    retry(put, url)
+    found = file_size(url)
+    size = path.stat().st_size
     if found != size:
-        raise OSError(
-            f"{redact(place)} should have {size} bytes after its upload, the store says {found}; run again"
+        raise StoreError(
+            f"{redact(url)} must have {size} bytes after its upload, the store has {found}; run again"
         )
+
+
+def move_file(path: Path, uri: str) -> None:
+    """Move a local file atomically; raises as `copy_file` does."""
+    if not is_remote(uri):
+        path.replace(uri)
+        return
+    _upload(path, uri)
     path.unlink()
 
 
-def remove_file(place: str) -> None:
-    """Remove a file; none there is fine."""
-    if not is_remote(place):
-        Path(place).unlink(missing_ok=True)
-        return
+def remove_file(uri: str) -> None:
+    """Remove a file, if it exists."""
 
     def remove() -> None:
-        store, path = _store_of(place)
+        store, path = _open_store(uri)
         store.rm_file(path)
 
     with suppress(FileNotFoundError):
-        retry(remove, place)
+        retry(remove, uri) if is_remote(uri) else Path(uri).unlink()
+
+
+def try_lock(path: str | Path) -> FileLock | None:
+    """Take a lock file, until `release` or the end of this process; None if another holds it. The file is not removed."""
+    lock = FileLock(path, thread_local=False)
+    try:
+        lock.acquire(timeout=LOCK_TIMEOUT_S)
+    except Timeout:
+        return None
+    return lock

@@ -7,6 +7,8 @@ wherever a recipe names it. The latter is how pre-signed URLs work: it is used f
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
 
 # Before an HTTP host a token may stand alone; in other URLs a name without a password is a login, or a container of Azure's.
 # A password with a slash in it ends the host too early: what stands behind its colon is no port then.
@@ -46,6 +48,19 @@ def check_uri(place: str) -> str:
             "(in a cluster by the secret that EAGLE3_SERVER_SECRET names)"
         )
     return place
+
+
+def may_be_hub_id(name: str) -> bool:
+    """Whether a name reads like a hub id (org/model), and not like a path or URL."""
+    is_path = name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1
+    return bool(name) and not is_path and not name.endswith(".gguf")
+
+
+def uri_kind(name: str) -> Literal["hub", "path", "url"]:
+    """Whether a name is a hub id, a local path or a URL. A file or directory of that name takes precedence over a hub id."""
+    if "://" in name:
+        return "url"
+    return "hub" if may_be_hub_id(name) and not Path(name).expanduser().exists() else "path"
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eagle3.files import digest_of
+from eagle3.files import atomic_path, digest_of
 from eagle3.shards.tokens import TokenRow
 
 COUNTED_AT_ONCE = 1 << 20  # ids; a count over the vocabulary for each row would cost more than the row
@@ -224,10 +224,9 @@ def keep_vocab(counts: Tensor, target_ids: Tensor) -> Vocab:
 
 
 def save_vocab(path: str | Path, vocab: Vocab) -> str:
-    """Write d2t, t2d and counts as safetensors, whole or not at all; returns the content digest."""
-    part = Path(f"{path}.part")
-    save_file({"d2t": vocab.d2t, "t2d": vocab.t2d, "counts": vocab.counts}, part)
-    part.replace(path)
+    """Write d2t, t2d and counts as safetensors, atomically; returns the content digest."""
+    with atomic_path(path) as part:
+        save_file({"d2t": vocab.d2t, "t2d": vocab.t2d, "counts": vocab.counts}, part)
     return vocab.digest
 
 

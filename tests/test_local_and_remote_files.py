@@ -9,7 +9,17 @@ import fsspec
 import pytest
 
 from eagle3 import files as remote
-from eagle3.files import Stopped, file_size, is_remote, move_file, read_bytes, remove_file, retry, write_bytes
+from eagle3.files import (
+    Stopped,
+    file_size,
+    files_digest,
+    is_remote,
+    move_file,
+    read_bytes,
+    remove_file,
+    retry,
+    write_bytes,
+)
 
 
 @pytest.fixture(params=["path", "file", "memory", "s3"])
@@ -83,6 +93,14 @@ def test_a_local_file_that_cannot_be_written_is_named_and_the_old_one_stays(
         write_bytes(str(file), b"new data")
     assert [p.name for p in tmp_path.iterdir()] == ["manifest.json"]
     assert file.read_bytes() == b"old"
+
+
+def test_the_digest_of_files_is_their_content_in_order(tmp_path: Path) -> None:
+    a, b, c = (tmp_path / name for name in "abc")
+    a.write_text("1")
+    b.write_text("2")
+    c.write_text("1")
+    assert files_digest(a, b) == files_digest(c, b) != files_digest(b, a)
 
 
 class Failing:

@@ -18,7 +18,7 @@ from eagle3.data.files import Record, file_format, read_file
 from eagle3.data.presets import PRESETS
 from eagle3.files import digest_of, file_version
 from eagle3.targets.hub import connection_errors, hub_commit
-from eagle3.uris import base_name, redact, redact_secrets
+from eagle3.uris import base_name, redact, redact_secrets, uri_kind
 
 HUB_PLACE = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::([\w.-]+))?:([\w.-]+(?:\[[\w:%-]*\])?)")
 REFUSALS = (400, 401, 403)
@@ -58,10 +58,10 @@ def hub_parts(path: str) -> tuple[str, str, str] | None:
     Raises:
         ValueError: if it is neither.
     """
-    if "://" in path or Path(path).expanduser().exists():
+    kind = uri_kind(path)
+    if kind == "url" or Path(path).expanduser().exists():
         return None
-    looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1 or file_format(path)
-    match = None if looks_local else HUB_PLACE.fullmatch(path)
+    match = HUB_PLACE.fullmatch(path) if kind == "hub" and not file_format(path) else None
     if not match:
         raise ValueError(
             f"source {path}: no such file or directory, and not a hub data set; give a path, a URL or name[:subset]:split "

@@ -4,12 +4,11 @@ A name is a hub id, a directory, a URL that fsspec reads (s3://…), or runs/<ru
 fetched is a copy in the Speculators format with nothing left to defaults. Only JSON and safetensors are read.
 """
 
-import hashlib
 import json
 import logging
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,11 @@ from eagle3.draft.speculators import (
     read_shapes,
     read_target_ids,
 )
-from eagle3.files import digest_of
+from eagle3.files import copy_file, digest_of, file_sha256
 from eagle3.targets.hub import download_from_hub, hub_commit
 from eagle3.targets.properties import aux_layer_ids
 from eagle3.targets.weights import LENGTH_DEPENDENT_ROPE
-from eagle3.uris import redact, redact_secrets
+from eagle3.uris import redact, redact_secrets, uri_kind
 
 logger = logging.getLogger(__name__)
 FILES = ("config.json", "model.safetensors")
@@ -54,7 +53,7 @@ def resolve_initial(init_from: str, revision: str = "") -> tuple[str, str]:
         ValueError: if nothing is there; names it and the remedy.
     """
     place = _place(init_from)
-    if _is_hub_id(place):
+    if uri_kind(place) == "hub":
         return place, hub_commit("initial draft", place, revision)
     if revision:
         logger.warning("train.init_revision %r is ignored: %s is not on the hub", revision, redact(init_from))
@@ -75,7 +74,7 @@ def fetch_initial(place: str, digest: str, target: dict[str, Any], out_dir: str 
     """
     out = Path(out_dir)
     _copy_files(place, digest, out, FILES)
-    if not _is_hub_id(place) and _content_digest(str(out)) != digest:
+    if uri_kind(place) != "hub" and _content_digest(str(out)) != digest:
         raise ValueError(f"initial draft {redact(place)} changed while the run was going on; run again")
     (out / "config.json").write_text(json.dumps(_completed(place, out, target), indent=2))
 
@@ -90,12 +89,12 @@ def read_settings(place: str, digest: str, target: dict[str, Any]) -> dict[str, 
 
 def _copy_files(place: str, digest: str, out: Path, names: Sequence[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    if _is_hub_id(place):
+    if uri_kind(place) == "hub":
         download_from_hub("initial draft", place, digest, out, names)
         return
     for name in names:
-        with _open(place, name) as source, (out / name).open("wb") as copy:
-            shutil.copyfileobj(source, copy, 1 << 24)
+        with _naming_missing(place, name):
+            copy_file(f"{place}/{name}", out / name)
 
 
 def _completed(place: str, copy: Path, target: dict[str, Any]) -> dict[str, Any]:
@@ -181,14 +180,15 @@ def _tensor_faults(draft_dir: str | Path, config: dict[str, Any]) -> Iterator[st
 
 
 def _place(init_from: str) -> str:
-    if "://" in init_from:
+    kind = uri_kind(init_from)
+    if kind == "url":
         return init_from.rstrip("/")
     path = Path(init_from).expanduser()
     if (path / "summary.json").is_file():
         return _export_of(path / "summary.json")
     if path.is_dir():
         return str(path.resolve())
-    if init_from.startswith(("/", ".", "~", "runs/")) or init_from.count("/") > 1:
+    if kind == "path" or init_from.startswith("runs/"):
         raise ValueError(
             f"train.init_from {init_from}: no such directory on the machine that looks for it; correct it, and in a remote run "
             "give a hub id like org/draft or a URL like s3://bucket/draft: a pod cannot read directories of your machine"
@@ -208,31 +208,19 @@ def _export_of(summary_path: Path) -> str:
     return export_dir
 
 
-def _is_hub_id(place: str) -> bool:
-    return "://" not in place and not Path(place).is_absolute()
+def _content_digest(place: str) -> str:
+    digests = []
+    for name in FILES:
+        with _naming_missing(place, name):
+            digests.append(file_sha256(f"{place}/{name}"))
+    return digest_of(*digests)
 
 
-def _open(place: str, name: str) -> Any:
-    import fsspec
-
+@contextmanager
+def _naming_missing(place: str, name: str) -> Iterator[None]:
     try:
-        return fsspec.open(f"{place}/{name}", "rb").open()
+        yield
     except FileNotFoundError as e:
         raise ValueError(
             f"initial draft {redact(place)} has no {name}; give a draft in the Speculators format, its weights in one file"
         ) from e
-
-
-def _content_digest(place: str) -> str:
-    digests = []
-    for name in FILES:
-        with _open(place, name) as f:
-            digests.append(_sha256(f))
-    return digest_of(*digests)
-
-
-def _sha256(file: Any) -> str:
-    sha = hashlib.sha256()
-    while block := file.read(1 << 24):
-        sha.update(block)
-    return sha.hexdigest()

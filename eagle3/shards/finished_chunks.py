@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eagle3.files import file_size, is_remote, read_bytes
-from eagle3.shards.hidden_states import MANIFEST_NAME, check_entry, file_sha256, parse_manifest
+from eagle3.files import file_sha256, file_size, is_remote, read_bytes
+from eagle3.shards.hidden_states import MANIFEST_NAME, check_entry, parse_manifest
 
 
 def entry_place(out: str, number: int) -> str:

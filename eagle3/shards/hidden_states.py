@@ -31,7 +31,6 @@ the engine happened to batch. Compression and chunk size lose nothing and are no
 Versions: 1 had neither lengths nor sha256, 2 neither encodings nor compression.
 """
 
-import hashlib
 import json
 import re
 from bisect import bisect_right
@@ -44,6 +43,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from eagle3.files import file_sha256
 from eagle3.shards.encoding import STORED_DTYPE, decode, decompress
 
 FORMAT_VERSION = 3
@@ -88,12 +88,6 @@ def hidden_state_bytes(tokens: int, last_states: int, num_aux: int, hidden_size:
     """
     state = hidden_size * STORED_DTYPE[encoding].itemsize + (4 if encoding == "fp8" else 0)
     return tokens * (num_aux * state + 5) + last_states * (state + 8)
-
-
-def file_sha256(path: str | Path) -> str:
-    """SHA-256 of a file's bytes, 64 hex digits."""
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def parse_manifest(text: str | bytes | None, path: str | Path) -> dict[str, Any]:

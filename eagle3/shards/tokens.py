@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eagle3.files import digest_of
+from eagle3.files import atomic_path, digest_of
 
 HELDOUT_NAME = "heldout.parquet"
 
@@ -91,9 +91,8 @@ def write_token_shard(path: str | Path, rows: list[TokenRow]) -> TokenShardSumma
             "script": pa.array([r.script for r in rows], pa.string()),
         }
     )
-    part = f"{path}.part"
-    pq.write_table(table, part, compression="zstd")
-    Path(part).replace(path)
+    with atomic_path(path) as part:
+        pq.write_table(table, part, compression="zstd")
     return summarise_rows(rows)
 
 

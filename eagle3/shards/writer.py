@@ -28,11 +28,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3.config.engine import ExtractConfig
-from eagle3.files import digest_of, move_file, remove_file, write_bytes
+from eagle3.files import digest_of, file_sha256, move_file, remove_file, write_bytes
 from eagle3.shards.chunk_plan import Frame, plan_chunks, row_bytes
 from eagle3.shards.encoding import compress, encode
 from eagle3.shards.finished_chunks import entry_place, finished_entries, remove_other_chunks
-from eagle3.shards.hidden_states import FORMAT_VERSION, MANIFEST_NAME, file_sha256, last_state_positions
+from eagle3.shards.hidden_states import FORMAT_VERSION, MANIFEST_NAME, last_state_positions
 from eagle3.shards.staging import Staging
 from eagle3.shards.tokens import TokenRow, row_digest
 

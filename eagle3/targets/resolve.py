@@ -2,12 +2,10 @@
 
 import json
 import logging
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import cache
-from hashlib import file_digest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -15,10 +13,10 @@ from typing import Any, Literal
 import fsspec
 
 from eagle3.config.engine import TargetConfig
-from eagle3.files import digest_of, fetch_file, file_version, is_remote, read_bytes
+from eagle3.files import copy_file, digest_of, file_sha256, file_version, read_bytes
 from eagle3.targets.chat_template import put_chat_template, read_chat_template
 from eagle3.targets.hub import download_from_hub, hub_commit
-from eagle3.uris import base_name, redact, redact_secrets
+from eagle3.uris import base_name, redact, redact_secrets, uri_kind
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +36,9 @@ def target_kind(name: str) -> Literal["hub", "directory", "url", "gguf"]:
     Raises:
         ValueError: names the path and the remedy.
     """
-    if is_remote(name):
-        return "url"
+    kind = uri_kind(name)
+    if kind != "path":
+        return kind
     path = Path(name).expanduser()
     if name.endswith(".gguf"):
         if not path.is_file():
@@ -59,11 +58,9 @@ def target_kind(name: str) -> Literal["hub", "directory", "url", "gguf"]:
         raise ValueError(
             f"target {name} is a file, but neither a directory nor a .gguf file; correct target.name"
         )
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise ValueError(
-            f"target {name}: no such directory; correct target.name, or give a hub id like org/model{PODS_SEE}"
-        )
-    return "hub"
+    raise ValueError(
+        f"target {name}: no such directory; correct target.name, or give a hub id like org/model{PODS_SEE}"
+    )
 
 
 @redact_secrets()
@@ -99,7 +96,7 @@ def _identify_model(cfg: TargetConfig) -> tuple[str, str, str]:
     files = [path] if kind == "gguf" else _model_files(path)
     names = ["gguf"] if kind == "gguf" else [f.name for f in files]  # a renamed GGUF file is the same model
     digest = digest_of(
-        *(part for name, f in zip(names, files, strict=True) for part in (name, _file_digest(f)))
+        *(part for name, f in zip(names, files, strict=True) for part in (name, file_sha256(f)))
     )
     return cfg.public_name or path.name.removesuffix(".gguf"), digest, digest
 
@@ -148,12 +145,12 @@ def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:
         download_from_hub("target", cfg.name, cfg.revision, out, FILE_PATTERNS, IGNORED_PATTERNS)
     elif kind == "url":
         for name in map(base_name, _files_at(cfg.name)[1]):
-            fetch_file(f"{cfg.name.rstrip('/')}/{name}", out / name)
+            copy_file(f"{cfg.name.rstrip('/')}/{name}", out / name)
     elif kind == "gguf":
         _convert_gguf(Path(cfg.name).expanduser().resolve(), out)
     else:
         for file in _model_files(Path(cfg.name).expanduser().resolve()):
-            shutil.copyfile(file, out / file.name)
+            copy_file(file, out / file.name)
     if not any(out.glob("*.safetensors")):
         raise ValueError(
             f"target {redact(cfg.name)} has no *.safetensors weights; save it with save_pretrained and give that directory"
@@ -174,13 +171,13 @@ def fetch_tokenizer(cfg: TargetConfig, out_dir: str | Path) -> None:
     elif kind == "url":
         for name in map(base_name, _files_at(cfg.name)[1]):
             if not Path(name).match(WEIGHT_PATTERN):
-                fetch_file(f"{cfg.name.rstrip('/')}/{name}", out / name)
+                copy_file(f"{cfg.name.rstrip('/')}/{name}", out / name)
     elif kind == "gguf":
         _convert_gguf(Path(cfg.name).expanduser().resolve(), out, with_weights=False)
     else:
         for file in _model_files(Path(cfg.name).expanduser().resolve()):
             if not file.match(WEIGHT_PATTERN):
-                shutil.copyfile(file, out / file.name)
+                copy_file(file, out / file.name)
     if template:
         put_chat_template(out, template)
 
@@ -218,11 +215,6 @@ def _model_files(directory: Path) -> list[Path]:
         if f.is_file() and not f.match("consolidated*")
     }
     return sorted(found)
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as f:
-        return file_digest(f, "sha256").hexdigest()
 
 
 def _convert_gguf(path: Path, out: Path, with_weights: bool = True) -> None:

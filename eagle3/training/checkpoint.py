@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from eagle3.files import atomic_path
+
 CHECKPOINT_NAME = "checkpoint.safetensors"
 
 
@@ -64,14 +66,13 @@ def save_checkpoint(
         "best_length": json.dumps(progress.best_length),
         "plan_digest": plan_digest,
     }
-    part = path.with_name(path.name + ".part")
+    stored = {name: t.contiguous().cpu() for name, t in tensors.items()}
     try:
-        save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, part, metadata=metadata)
-        with open(part, "rb") as f:
-            os.fsync(f.fileno())
-        part.replace(path)
+        with atomic_path(path) as part:
+            save_file(stored, part, metadata=metadata)
+            with open(part, "rb") as f:
+                os.fsync(f.fileno())
     except (OSError, SafetensorError) as e:
-        part.unlink(missing_ok=True)
         raise OSError(
             f"{path} could not be written ({e}); make room on the disk and run again, the checkpoint before is sound"
         ) from e

@@ -24,7 +24,7 @@ from eagle3.draft.acceptance import AcceptanceCounts, walk_batch
 from eagle3.draft.batch import PackedBatch
 from eagle3.draft.loss import TargetHead
 from eagle3.draft.model import DraftConfig, Eagle3Draft, init_draft, load_exported
-from eagle3.files import digest_of
+from eagle3.files import atomic_path, digest_of
 from eagle3.targets.weights import TargetTensors, load_target_tensors
 from eagle3.training.checkpoint import (
     CHECKPOINT_NAME,
@@ -300,7 +300,6 @@ def step_batches(
 def write_draft(draft: Eagle3Draft, best: dict[str, Tensor], out: Path) -> None:
     """Write draft.safetensors (every parameter, float32, those in `best` from there) and draft.json, each whole or not at all."""
     tensors = {name: p.detach().cpu().contiguous() for name, p in draft.named_parameters()} | best
-    part = out / f"{DRAFT_WEIGHTS}.part"
-    save_file(tensors, part)
-    (out / DRAFT_CONFIG).write_text(json.dumps(draft.config.to_dict(), indent=1))
-    part.replace(out / DRAFT_WEIGHTS)
+    with atomic_path(out / DRAFT_WEIGHTS) as part:
+        save_file(tensors, part)
+        (out / DRAFT_CONFIG).write_text(json.dumps(draft.config.to_dict(), indent=1))

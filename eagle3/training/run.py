@@ -1,7 +1,5 @@
 """One training process: `python -m eagle3.training.run job.json`, alone or started by torchrun. See launch.py for how it ends."""
 
-import fcntl
-import itertools
 import logging
 import os
 import signal
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.errors import is_out_of_memory, is_transient
+from eagle3.files import try_lock
 from eagle3.training.distributed import close_distributed, init_distributed
 from eagle3.training.launch import (
     LAUNCHER_PID,
@@ -60,19 +59,18 @@ def only_trainer(out: Path, stop: StopRequest) -> Iterator[None]:
     Raises:
         Preempted: if told to stop meanwhile.
     """
-    with open(out / LOCK_NAME, "w") as lock:
-        for attempt in itertools.count():
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if stop(0):
-                    raise Preempted("stopped while another trainer was at work") from None
-                if attempt == 0:
-                    logging.info("waiting for another trainer that is at work in %s", out)
-                time.sleep(0.5)
+    if (lock := try_lock(out / LOCK_NAME)) is None:
+        logging.info("waiting for another trainer that is at work in %s", out)
+    while lock is None:
+        if stop(0):
+            raise Preempted("stopped while another trainer was at work")
+        time.sleep(0.5)
+        lock = try_lock(out / LOCK_NAME)
+    try:
         (out / PREEMPTED_NAME).unlink(missing_ok=True)
         yield
+    finally:
+        lock.release()
 
 
 def main(job_path: str) -> int:

@@ -1,6 +1,5 @@
 """The fan-out of extraction: shards that fail for good, room on the disk, places that another attempt finds."""
 
-import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from flytekit.types.file import FlyteFile
 from eagle3.config.engine import EngineConfig, ExtractConfig, FanOutConfig
 from eagle3.config.resources import ResourcesConfig
 from eagle3.engine import engine as target_engine
+from eagle3.files import try_lock
 from workflows.flyte import store
 from workflows.flyte.interfaces import HiddenStateShards, Target, TokenShard, TokenShards
 from workflows.tasks import extract_hidden_states as extraction
@@ -155,11 +155,11 @@ def test_a_second_process_waits_for_a_place(workplace: Path, monkeypatch: pytest
 
     def release(_: float) -> None:
         waits.append(1)
-        os.close(lock)
+        lock.release()
 
     with store.keyed_place("states", "busy") as place:
         pass
-    lock = store._lock(Path(place))
+    lock = try_lock(f"{place}.lock")
     assert lock is not None
     monkeypatch.setattr(store.time, "sleep", release)
     with store.keyed_place("states", "busy") as again:

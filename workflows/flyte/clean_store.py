@@ -38,9 +38,11 @@ def clean(root: Path) -> str:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is an output, what a key names, or unfinished work."""
-    name = path.name.removesuffix(".unfinished")
-    return path.is_dir() and not path.is_symlink() and bool(OUTPUT.fullmatch(name) or KEYED.fullmatch(name))
+    """Whether it is an output, the directory of a key, finished or not, or that directory's lock."""
+    name = path.name.removesuffix(".lock").removesuffix(".unfinished")
+    if path.is_symlink() or path.is_dir() == path.name.endswith(".lock"):
+        return False
+    return bool(OUTPUT.fullmatch(name) or KEYED.fullmatch(name))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ that can go on after a kill lies in a directory named by its key: training until
 A cache entry whose files are gone counts as a miss (flyteorg/flyte#4672). In a pod, outputs go to its working directory.
 """
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -27,6 +26,7 @@ from flytekit.models.literals import Literal, LiteralMap
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from eagle3.files import copy_file, try_lock
 from eagle3.uris import base_name, check_uri, redact
 from workflows.flyte import journal
 
@@ -75,33 +75,19 @@ def resumable_dir(name: str, key: str) -> Iterator[Path]:
     `finish` with it when the work is done; what is left unfinished stays for the next run.
     """
     path = root() / f"{name}-{key}.unfinished"
-    if not is_local() or (lock := _lock(path)) is None:
+    if not is_local() or (lock := try_lock(f"{path}.lock")) is None:
         yield new_dir(name)
         return
     try:
+        path.mkdir(exist_ok=True)
         yield path
     finally:
-        os.close(lock)
+        lock.release()
 
 
 def finish(path: Path, name: str) -> Path:
     """Give a directory of `resumable_dir` the name of a finished output; the next run of its key starts afresh."""
     return path if not path.name.endswith(".unfinished") else path.rename(new_dir(name))
-
-
-def _lock(path: Path) -> int | None:
-    """Make the directory and lock it for this process's life; None while another process holds it."""
-    while True:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            return None
-        if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
-            return lock
-        os.close(lock)  # its owner finished and renamed it between the two calls
 
 
 @contextmanager
@@ -114,15 +100,16 @@ def keyed_place(name: str, key: str) -> Iterator[str]:
     """
     if is_local():
         path = root() / f"{name}-{key}"
-        if (lock := _lock(path)) is None:
+        if (lock := try_lock(f"{path}.lock")) is None:
             logger.warning("another process is writing %s: waiting for it", path)
         while lock is None:
             time.sleep(LOCK_PAUSE_S)
-            lock = _lock(path)
+            lock = try_lock(f"{path}.lock")
         try:
+            path.mkdir(exist_ok=True)
             yield str(path)
         finally:
-            os.close(lock)
+            lock.release()
         return
     prefix = FlyteContextManager.current_context().file_access.raw_output_prefix
     base = check_uri(os.environ.get("EAGLE3_STORE", ""))
@@ -154,8 +141,6 @@ def fetch(file: FlyteFile) -> str:
         ValueError: if it is not there, or its URL carries credentials.
         ConnectionError: where another try may help.
     """
-    from eagle3.files import fetch_file
-
     place = check_uri(location(file))
     if redact(place) == place:
         return str(file.download())
@@ -163,7 +148,7 @@ def fetch(file: FlyteFile) -> str:
         place
     )
     try:
-        fetch_file(place, out)
+        copy_file(place, out)
     except FileNotFoundError as e:
         raise ValueError(
             f"{redact(place)} is not there, or its signature does not hold any more; give a new URL"
@@ -182,15 +167,6 @@ def share_credentials() -> None:
     for name, value in names.items():
         if value:
             os.environ.setdefault(name, value)
-
-
-def file_digest(*paths: str | Path) -> str:
-    """SHA-256 over the files' contents, in order, as 32 hex digits."""
-    sha = hashlib.sha256()
-    for path in paths:
-        with open(path, "rb") as f:
-            sha.update(hashlib.file_digest(f, "sha256").digest())
-    return sha.hexdigest()[:32]
 
 
 def digest_of_digests(digests: Iterable[str]) -> str:

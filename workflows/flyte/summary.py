@@ -1,7 +1,6 @@
 """What a finished run says: the figures for summary.json, and the text for the terminal."""
 
 import json
-import os
 import platform
 import shlex
 import sys
@@ -16,6 +15,7 @@ from flytekit import Deck
 
 from eagle3.config.base import StageConfig
 from eagle3.config.engine import EngineConfig, EvaluateConfig
+from eagle3.files import write_bytes
 from eagle3.uris import redact
 from workflows.flyte import store
 from workflows.flyte.journal import Entry
@@ -69,10 +69,8 @@ def place_of(path: Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all: another run may have the same name."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(text)
-    part.replace(path)
+    """Write a file atomically: another run may have the same name."""
+    write_bytes(path, text.encode())
 
 
 def write_data_report(out: Path, report: dict[str, Any]) -> Path:

@@ -12,6 +12,7 @@ from eagle3.config.checks import check_lengths, check_sampled_sources
 from eagle3.config.data import DataConfig
 from eagle3.config.engine import EngineConfig, EvaluateConfig, RegenerateConfig, TargetConfig
 from eagle3.config.training import TrainConfig
+from eagle3.files import files_digest
 from workflows.flyte import journal, store
 from workflows.flyte.interfaces import ResolvedInputs, TargetRef
 from workflows.flyte.pods import HUB, LIGHT
@@ -91,9 +92,9 @@ def _resolve(
         resolve_initial(train.init_from, train.init_revision) if train.init_from else ("", "")
     )
     return ResolvedInputs(
-        prompts_digest=store.file_digest(store.fetch(prompts)) if prompts else "",
+        prompts_digest=files_digest(store.fetch(prompts)) if prompts else "",
         source_versions=[resolve_source(source)[1] for source in (*data.sources, *data.excluded)],
-        heldout_digest=store.file_digest(store.fetch(heldout)),
+        heldout_digest=files_digest(store.fetch(heldout)),
         target=ref,
         public_name=public_name,
         regenerate=regenerate.enabled,

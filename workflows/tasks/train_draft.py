@@ -11,6 +11,7 @@ from flytekit.types.directory import FlyteDirectory
 import images
 from eagle3.config.resources import ResourcesConfig
 from eagle3.config.training import TrainConfig
+from eagle3.files import files_digest
 from workflows.flyte import store
 from workflows.flyte.interfaces import DraftCheckpoint, DraftVocab, HiddenStateShards, Target
 from workflows.flyte.live import AttemptCheckpoint, TrainingDeck
@@ -74,7 +75,7 @@ def train_draft(
         (done / CHECKPOINT_NAME).unlink(missing_ok=True)
         deck.metrics_path = done / METRICS
     return DraftCheckpoint(
-        FlyteDirectory(str(done)), store.file_digest(done / "draft.json", done / "draft.safetensors")
+        FlyteDirectory(str(done)), files_digest(done / "draft.json", done / "draft.safetensors")
     )
 
 

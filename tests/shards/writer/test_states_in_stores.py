@@ -141,7 +141,7 @@ def test_an_upload_that_lost_bytes_is_named(memory_url: str, monkeypatch: pytest
     )
     with pytest.raises(
         OSError,
-        match=r"chunk 0 of 4 could not be written .* should have \d+ bytes after its upload, the store says",
+        match=r"chunk 0 of 4 could not be written .* must have \d+ bytes after its upload, the store has",
     ):
         finish(open_writer(memory_url))
 
