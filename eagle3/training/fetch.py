@@ -20,7 +20,7 @@ from typing import Any
 import fsspec
 from fsspec.callbacks import Callback
 
-from eagle3.files import Stopped, is_remote, retry
+from eagle3.files import Stopped, atomic_path, is_remote, retry
 from eagle3.shards.hidden_states import ChunkReader, check_chunk_size
 
 logger = logging.getLogger(__name__)
@@ -127,9 +127,8 @@ def fetch(chunk: Chunk, path: Path, stopped: threading.Event) -> None:
         ConnectionError: if the store keeps failing.
         Stopped: if `stopped` was set meanwhile.
     """
-    part = path.with_name(f"{path.name}.part")
 
-    def get() -> None:
+    def get(part: Path) -> None:
         store, remote_path = fsspec.core.url_to_fs(chunk.path)
         size = store.info(remote_path)["size"]
         if size is not None:
@@ -137,12 +136,10 @@ def fetch(chunk: Chunk, path: Path, stopped: threading.Event) -> None:
         store.get_file(remote_path, str(part), callback=_StopBetweenBlocks(stopped))
 
     try:
-        retry(get, chunk.path, stopped)
-        part.replace(path)
+        with atomic_path(path) as part:
+            retry(lambda: get(part), chunk.path, stopped)
     except FileNotFoundError:
         check_chunk_size(None, chunk.entry, chunk.path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 class _StopBetweenBlocks(Callback):  # type: ignore[misc]

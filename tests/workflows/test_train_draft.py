@@ -16,6 +16,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from eagle3.config.training import TrainConfig
+from eagle3.errors import RankDied
 from eagle3.training import launch
 from eagle3.training.launch import Preempted, TrainJob
 from tests.helpers.flyte_runs import pod
@@ -95,7 +96,7 @@ def train_half_then_whole(job: TrainJob, on_progress: Callable[[], None], out: P
         finish(out)
         return
     checkpoint.write_text("half")
-    raise RuntimeError("killed")
+    raise RankDied("killed")
 
 
 def test_a_remote_shard_is_named_and_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,8 @@ def resumable_dir(name: str, key: str) -> Iterator[Path]:
         path.mkdir(exist_ok=True)
         yield path
     finally:
+        if not path.exists():  # finished and renamed
+            Path(lock.lock_file).unlink()
         lock.release()
 
 
