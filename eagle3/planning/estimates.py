@@ -19,7 +19,7 @@ from eagle3.targets.size import TargetSize
 PREFILL_SHARE, DECODE_SHARE, TRAIN_SHARE = 0.4, 0.6, 0.3
 ENGINE_START_S, MIN_STEP_S = 180.0, 0.005
 ZSTD_BYTES_S, ENCODER_THREADS = 0.15e9, 8
-# Measured for rows of some hundred tokens of one small target (README, Capture); other encodings have not been.
+# Measured for rows of some hundred tokens of one small target (docs/benchmarks.md); other encodings have not been.
 COMPRESSED_SHARE = {"bf16": 0.73, "fp8": 0.84}
 ASSUMPTIONS = (
     f"tokens are read at {PREFILL_SHARE:.0%} of the GPU's peak: FLOPs = 2 x active parameters x tokens + attention",

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -17,33 +16,14 @@ from eagle3.export import verify_export
 from tests.flyte_stand_in.object_store import KEY_ID, SECRET
 from tests.flyte_stand_in.remote_runs import Cluster, Run
 from tests.helpers.flyte_runs import ROOT
-from workflows.retrain_eagle3 import retrain_eagle3
-from workflows.train_eagle3 import train_eagle3, train_from_shards, train_from_states
 
 pytestmark = [pytest.mark.remote, pytest.mark.slow]
 
 
-def node_of(workflow: Any, task: str) -> str:
-    (node,) = (n.id for n in workflow.nodes if n.flyte_entity.name.endswith(f".{task}"))
-    return str(node)
-
-
-def test_the_readme_knows_the_node_of_every_summary() -> None:
-    readme = (ROOT / "README.md").read_text()
-    said = re.search(
-        r"(n\d+) is `summarize_run` of `(\w+)`; it is (n\d+) of `(\w+)` and `(\w+)`, (n\d+) of `(\w+)`",
-        readme,
-    )
-    assert said is not None
-    nodes = {said[2]: said[1], said[4]: said[3], said[5]: said[3], said[7]: said[6]}
-    workflows = (train_eagle3, train_from_shards, train_from_states, retrain_eagle3)
-    assert nodes == {w.name.rpartition(".")[2]: node_of(w, "summarize_run") for w in workflows}
-
-
 @pytest.fixture(scope="module")
 def fetched(cluster: Cluster, first: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory into which `pyflyte fetch` put the summary's files, by the command of the README."""
-    (written,) = re.findall(r"`pyflyte (fetch [^`]*)`", (ROOT / "README.md").read_text())
+    """The directory into which `pyflyte fetch` put the summary's files, by the command in the docs."""
+    (written,) = re.findall(r"pyflyte (fetch .*)", (ROOT / "docs/cluster.md").read_text())
     command = written.replace("<execution>", first.entries[0].execution)
     out = tmp_path_factory.mktemp("fetched")
     done = CliRunner().invoke(main, shlex.split(command.replace("runs/mine", str(out))))

@@ -105,10 +105,10 @@ def test_every_workflow_is_packaged(packaged: dict[str, bytes]) -> None:
         assert "resources" in spec.template.interface.inputs.variables
 
 
-def test_the_readme_says_what_limits_a_cluster_must_allow(templates: dict[str, Any]) -> None:
+def test_the_docs_give_the_limits_that_a_cluster_must_allow(templates: dict[str, Any]) -> None:
     found = re.search(
         r"at least (\d+) cores, (\d+Gi) of memory, (\d+Gi) of local disk and (\d) GPU",
-        (ROOT / "README.md").read_text(),
+        (ROOT / "docs/cluster.md").read_text(),
     )
     assert found
     said = dict(zip(("CPU", "MEMORY", "EPHEMERAL_STORAGE", "GPU"), found.groups(), strict=True))

@@ -88,10 +88,10 @@ def test_a_run_name_that_leads_elsewhere_is_refused_before_anything_is_made(
     assert not (workplace / "runs").exists()
 
 
-def test_a_missing_file_ends_in_the_words_that_the_readme_tells(workplace: Path, prompts: Path) -> None:
-    readme = (ROOT / "README.md").read_text()
-    (unconverted,) = re.findall(r"`(Cannot convert from <file> to [^`]*)`", readme)
-    (invalid,) = re.findall(r"`(Invalid value for '--heldout': [^`]*<file>)`", readme)
+def test_a_missing_file_ends_with_the_message_in_the_docs(workplace: Path, prompts: Path) -> None:
+    docs = (ROOT / "docs/cluster.md").read_text()
+    (unconverted,) = re.findall(r"`(Cannot convert from <file> to [^`]*)`", docs)
+    (invalid,) = re.findall(r"`(Invalid value for '--heldout': [^`]*<file>)`", docs)
     without_prompts = write_recipe(workplace / "recipe.yaml", workplace, workplace / "nowhere.jsonl")
     said = words(pyflyte_run(without_prompts))
     assert unconverted.replace("<file>", str(workplace / "nowhere.jsonl")) in said
