@@ -24,8 +24,7 @@ from eagle3.engine.process import WorkerProcess
 from eagle3.engine.progress import Watch
 from eagle3.files import is_remote
 from eagle3.regenerate.answers import Answer
-from eagle3.shards.chunk_plan import row_bytes
-from eagle3.shards.finished_chunks import finished_manifest
+from eagle3.shards.chunks import finished_manifest, row_bytes
 from eagle3.shards.tokens import read_token_shard
 from eagle3.targets.properties import check_max_model_len
 

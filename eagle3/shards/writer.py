@@ -29,11 +29,17 @@ from torch import Tensor
 
 from eagle3.config.engine import ExtractConfig
 from eagle3.files import digest_of, file_sha256, move_file, remove_file, write_bytes
-from eagle3.shards.chunk_plan import Frame, plan_chunks, row_bytes
+from eagle3.shards.chunks import (
+    Frame,
+    Staging,
+    entry_uri,
+    finished_entries,
+    plan_chunks,
+    remove_other_chunks,
+    row_bytes,
+)
 from eagle3.shards.encoding import compress, encode
-from eagle3.shards.finished_chunks import entry_place, finished_entries, remove_other_chunks
 from eagle3.shards.hidden_states import FORMAT_VERSION, MANIFEST_NAME, last_state_positions
-from eagle3.shards.staging import Staging
 from eagle3.shards.tokens import TokenRow, row_digest
 
 logger = logging.getLogger(__name__)
@@ -152,7 +158,7 @@ class HiddenStateWriter:
             manifest = self._manifest()
             write_bytes(f"{self.out}/{MANIFEST_NAME}", json.dumps(manifest, indent=1).encode())
             for number in range(len(self.plan)):
-                remove_file(entry_place(self.out, number))
+                remove_file(entry_uri(self.out, number))
             remove_other_chunks(self.out, self.entries)
             return manifest
         finally:
@@ -216,7 +222,7 @@ class HiddenStateWriter:
             frames.clear()
             entry = self._save(number, rows, tensors) | {"checks": checks}
             sidecar = {"digest": self.digest, "entry": entry}
-            write_bytes(entry_place(self.out, number), json.dumps(sidecar).encode())
+            write_bytes(entry_uri(self.out, number), json.dumps(sidecar).encode())
             self.entries[number] = entry
         except (OSError, SafetensorError) as e:
             raise OSError(

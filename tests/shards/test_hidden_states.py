@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle3.shards import chunk_plan, hidden_states
+from eagle3.shards import chunks, hidden_states
 from eagle3.shards.encoding import STORED_DTYPE, decode, encode
 from eagle3.shards.hidden_states import (
     ChunkReader,
@@ -88,7 +88,7 @@ def test_states_are_read_as_they_were_written(
 def test_rows_can_be_read_in_any_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, compression: str
 ) -> None:
-    monkeypatch.setattr(chunk_plan, "FRAME_BYTES", 300)
+    monkeypatch.setattr(chunks, "FRAME_BYTES", 300)
     rows = token_rows(MASKS * 3)
     manifest = write(tmp_path, rows, 1500, encoding=encoding, compression=compression)
     assert len(manifest["chunks"]) > 1
@@ -117,7 +117,7 @@ def test_any_rows_cut_anyhow_are_read_in_any_order(
 ) -> None:
     rows, shard_dir = token_rows(masks), tmp_path_factory.mktemp("shard")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_plan, "FRAME_BYTES", frame_bytes)
+        patch.setattr(chunks, "FRAME_BYTES", frame_bytes)
         write(shard_dir, rows, chunk_bytes, encoding=storage[0], compression=storage[1])
     reader = HiddenStateReader(shard_dir)
     assert reader.lengths == [len(row.token_ids) for row in rows]
@@ -162,7 +162,7 @@ def test_a_chunk_is_what_its_description_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, compression: str
 ) -> None:
     """Reads a chunk as somebody would who has only the docstring of hidden_states.py, safetensors' and zstd's descriptions."""
-    monkeypatch.setattr(chunk_plan, "FRAME_BYTES", 300)
+    monkeypatch.setattr(chunks, "FRAME_BYTES", 300)
     rows = token_rows()
     manifest = write(tmp_path, rows, 1 << 20, encoding=encoding, compression=compression)
     data = (tmp_path / manifest["chunks"][0]["file"]).read_bytes()

@@ -7,13 +7,13 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from eagle3 import files as remote
-from eagle3.shards import chunk_plan
+from eagle3.shards import chunks
 from tests.helpers.writers import NUM_CHUNKS, files_of, finish, open_writer
 
 
 @pytest.fixture(autouse=True)
 def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_plan, "FRAME_BYTES", 100)
+    monkeypatch.setattr(chunks, "FRAME_BYTES", 100)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, A
     """Manifest and files of the shard that every interrupted one has to become."""
     out = tmp_path_factory.mktemp("uninterrupted")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_plan, "FRAME_BYTES", 100)
+        patch.setattr(chunks, "FRAME_BYTES", 100)
         writer = open_writer(out)
         assert [len(frames) for frames in writer.plan] == [2] * NUM_CHUNKS
         return finish(writer), files_of(out)

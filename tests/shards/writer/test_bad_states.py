@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle3.shards.finished_chunks import finished_manifest
+from eagle3.shards.chunks import finished_manifest
 from eagle3.shards.tokens import TokenRow
 from eagle3.shards.writer import HiddenStateWriter
 from tests.helpers.shard_files import states_of

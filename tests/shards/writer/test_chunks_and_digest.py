@@ -9,7 +9,7 @@ import pytest
 
 from eagle3.config.engine import ExtractConfig
 from eagle3.shards import writer as hidden_state_writer
-from eagle3.shards.chunk_plan import plan_chunks, row_bytes
+from eagle3.shards.chunks import plan_chunks, row_bytes
 from eagle3.shards.encoding import STORED_DTYPE
 from eagle3.shards.tokens import TokenRow
 from tests.helpers.shard_files import token_rows

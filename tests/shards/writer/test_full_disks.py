@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from eagle3.shards import writer as hidden_state_writer
-from eagle3.shards.finished_chunks import finished_manifest
+from eagle3.shards.chunks import finished_manifest
 from tests.helpers.writers import BIG, NUM_CHUNKS, files_of, finish, open_writer
 
 NOBODY = 65534

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3.shards import staging
+from eagle3.shards import chunks
 from eagle3.shards import writer as hidden_state_writer
 from eagle3.shards.hidden_states import read_hidden_states
 from eagle3.shards.tokens import TokenRow
@@ -111,7 +111,7 @@ def test_a_killed_writer_to_s3_is_gone_on_from_to_the_same_shard(
     call: int,
     num_finished: int,
 ) -> None:
-    monkeypatch.setattr(staging, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(chunks, "gettempdir", lambda: str(tmp_path))
     url = "s3://states/killed/shard"
     fork_and_kill(url, function, call)
     times = {name: s3.info(f"states/killed/shard/{name}")["LastModified"] for name in files_of(url)}

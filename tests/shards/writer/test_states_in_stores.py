@@ -12,8 +12,8 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from eagle3 import files as remote
-from eagle3.shards import staging
-from eagle3.shards.finished_chunks import finished_manifest
+from eagle3.shards import chunks
+from eagle3.shards.chunks import finished_manifest
 from eagle3.shards.hidden_states import read_hidden_states
 from tests.helpers.shard_files import states_of
 from tests.helpers.writers import BIG, HIDDEN, NUM_AUX, ROWS, files_of, finish, leave_unfinished, open_writer
@@ -25,7 +25,7 @@ def test_two_machines_that_write_to_one_url_leave_a_sound_shard(
 ) -> None:
     writers = []
     for machine in ("a", "b"):
-        monkeypatch.setattr(staging, "gettempdir", lambda machine=machine: str(tmp_path / machine))
+        monkeypatch.setattr(chunks, "gettempdir", lambda machine=machine: str(tmp_path / machine))
         writers.append(open_writer(memory_url))
     written: dict[int, list[torch.Tensor]] = {row: [] for row in range(len(ROWS))}
     for row in range(len(ROWS)):
@@ -149,7 +149,7 @@ def test_an_upload_that_lost_bytes_is_named(memory_url: str, monkeypatch: pytest
 def test_at_most_one_chunk_lies_on_the_local_disk_on_its_way_to_a_store(
     memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(chunks, "gettempdir", lambda: str(tmp_path))
     sizes, put_file = [], MemoryFileSystem.put_file
 
     def slow(self: Any, path: str, to: str) -> None:
