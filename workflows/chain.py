@@ -56,7 +56,7 @@ class Measured:
 
 def prepare(recipe: Recipe) -> Start:
     """From a recipe's prompts and sources."""
-    found = _resolve_inputs(recipe)
+    found = resolve(recipe)
     model = _fetch_target(recipe, found)
     data = _prepare_data(recipe, found, model)
     return Start(found, model, data)
@@ -64,27 +64,15 @@ def prepare(recipe: Recipe) -> Start:
 
 def prepare_alone(recipe: Recipe) -> Start:
     """The same, without the target's weights."""
-    found, model = look(recipe)
+    found = resolve(recipe)
+    model = fetch_tokenizer(target=recipe.target, ref=found.target, target_digest=found.target.digest)
     return Start(found, model, _prepare_data(recipe, found, model))
 
 
-def look(recipe: Recipe) -> tuple[Any, Any]:
-    """ResolvedInputs, and the target without its weights."""
-    found = _resolve_inputs(recipe)
-    return found, fetch_tokenizer(target=recipe.target, ref=found.target, target_digest=found.target.digest)
-
-
-def _resolve_inputs(recipe: Recipe) -> Any:
+def resolve(recipe: Recipe) -> Any:
+    """ResolvedInputs, once the recipe has passed all checks."""
     return resolve_inputs(
-        run_name=recipe.run_name,
-        prompts=recipe.prompts,
-        heldout=recipe.heldout,
-        target=recipe.target,
-        engine=recipe.engine,
-        data=recipe.data,
-        regenerate=recipe.regenerate,
-        evaluate=recipe.evaluate,
-        train=recipe.train,
+        run_name=recipe.run_name, prompts=recipe.prompts, heldout=recipe.heldout, **recipe.blocks()
     )
 
 
@@ -111,16 +99,7 @@ def _prepare_data(recipe: Recipe, found: Any, model: Any) -> Any:
 
 def _prepare_heldout(recipe: Recipe) -> tuple[Any, Any, Any]:
     """Inputs, target and held-out prompts alone; prompts and sources of the recipe are left alone."""
-    found = resolve_without_data(
-        run_name=recipe.run_name,
-        heldout=recipe.heldout,
-        target=recipe.target,
-        engine=recipe.engine,
-        data=recipe.data,
-        regenerate=recipe.regenerate,
-        evaluate=recipe.evaluate,
-        train=recipe.train,
-    )
+    found = resolve_without_data(run_name=recipe.run_name, heldout=recipe.heldout, **recipe.blocks())
     model = _fetch_target(recipe, found)
     heldout = prepare_heldout(
         heldout=recipe.heldout,
@@ -155,10 +134,6 @@ def answer(recipe: Recipe, start: Start) -> Any:
         target=start.model,
         engine=recipe.engine,
         regenerate=recipe.regenerate,
-        vocab=recipe.vocab,
-        init_from=start.found.init_from,
-        init_digest=start.found.init_digest,
-        extract=recipe.extract,
         fanout=recipe.fanout,
         resources=recipe.resources,
     )

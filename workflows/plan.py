@@ -15,22 +15,5 @@ from workflows.tasks.plan_run import plan_run
 @recipe_workflow
 def plan(recipe: Recipe) -> FlyteFile:
     """Plan a run and stop; the inputs are those of train_eagle3, the result is plan.json."""
-    found, model = chain.look(recipe)
-    made = plan_run(
-        run_name=recipe.run_name,
-        prompts=recipe.prompts,
-        heldout=recipe.heldout,
-        found=found,
-        target=model,
-        engine=recipe.engine,
-        data=recipe.data,
-        regenerate=recipe.regenerate,
-        vocab=recipe.vocab,
-        extract=recipe.extract,
-        train=recipe.train,
-        export=recipe.export,
-        evaluate=recipe.evaluate,
-        fanout=recipe.fanout,
-        resources=recipe.resources,
-    )
-    return cast(FlyteFile, made)
+    found = chain.resolve(recipe)
+    return cast(FlyteFile, plan_run(run_name=recipe.run_name, found=found, **recipe.blocks()))

@@ -18,6 +18,7 @@ from eagle3.config.engine import (
     TargetConfig,
 )
 from eagle3.config.resources import ResourcesConfig
+from eagle3.config.run import RunSettings
 from eagle3.config.training import ExportConfig, TrainConfig
 
 
@@ -39,6 +40,10 @@ class Recipe:
     fanout: FanOutConfig = FanOutConfig()
     resources: ResourcesConfig = ResourcesConfig()
     run_name: str = "train_eagle3"
+
+    def blocks(self) -> dict[str, Any]:
+        """The settings of all stages, by their names."""
+        return {name: getattr(self, name) for name in RunSettings.model_fields}
 
 
 def recipe_workflow(body: Callable[..., Any]) -> Any:

@@ -1,26 +1,39 @@
-"""What must hold between the settings of several stages."""
+"""Checks between the settings of several stages; eagle3/planning/preflight.py has those that need the target."""
 
 from eagle3.config.data import DataConfig
 from eagle3.config.engine import EngineConfig, EvaluateConfig, RegenerateConfig
+from eagle3.config.resources import ResourcesConfig
+from eagle3.config.training import TrainConfig
 
 
 def check_sampled_sources(regenerate: RegenerateConfig, names: list[str]) -> None:
-    """Refuse sampling settings of a source that there is not."""
+    """Refuse sampling settings of a source that does not exist; `names` are those of the run."""
     if unknown := sorted(regenerate.sources.keys() - set(names)):
         raise ValueError(
-            f"regenerate.sources must name sources of this run ({', '.join(names)}), got {', '.join(unknown)}; correct the names"
+            f"regenerate.sources must name sources of this run ({', '.join(names)}), got {', '.join(unknown)}; "
+            "correct the names"
+        )
+
+
+def check_processes(train: TrainConfig, resources: ResourcesConfig) -> None:
+    """Refuse packs that cannot be divided among the trainer's GPUs."""
+    gpus = resources.trainer.gpus
+    if train.packs_per_step % gpus:
+        raise ValueError(
+            f"train.packs_per_step must be a multiple of resources.trainer.gpus {gpus}, got {train.packs_per_step}: "
+            "each GPU needs a pack in every step"
         )
 
 
 def check_lengths(
     data: DataConfig, engine: EngineConfig, regenerate: RegenerateConfig, evaluate: EvaluateConfig
 ) -> None:
-    """Refuse settings under which a prompt that prepare lets through would not fit a later stage.
+    """Refuse settings under which a prompt that passes prepare would not fit a later stage.
 
     Raises:
         ValueError: names the settings, their sum and the remedy.
     """
-    # Speculation looks up to 2k tokens past an answer's end; nearer to the limit its rounds get fewer guesses.
+    # Speculation reads up to 2k tokens past an answer's end; nearer to the limit its rounds get fewer guesses.
     overhang = 2 * evaluate.num_speculative_tokens
     prompt = data.max_prompt_tokens
     needed = {
@@ -33,5 +46,6 @@ def check_lengths(
     for names, tokens in needed.items():
         if tokens > engine.max_model_len:
             raise ValueError(
-                f"{names} must not exceed engine.max_model_len {engine.max_model_len}, got {tokens}; raise it or lower the others"
+                f"{names} must not exceed engine.max_model_len {engine.max_model_len}, got {tokens}; raise it or "
+                "lower the others"
             )

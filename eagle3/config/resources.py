@@ -3,6 +3,7 @@
 Nothing here decides a result, so none of it is in a cache key.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
@@ -92,3 +93,12 @@ def quantity_bytes(quantity: str) -> int:
     """Bytes of a Kubernetes quantity such as "400Gi"."""
     number = quantity.rstrip("mKMGTi")
     return int(float(number) * SUFFIXES[quantity[len(number) :]])
+
+
+@dataclass(frozen=True)
+class PodDisks:
+    """Local disk, bytes, that pods may use at most: those of the data stages, of one engine, of the trainer."""
+
+    data: int
+    engine: int
+    trainer: int

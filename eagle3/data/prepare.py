@@ -77,7 +77,7 @@ def prepare_shards(
         ValueError: on a source that cannot be read, too many dropped rows, too few shards, or no held-out prompt left.
     """
     tokenizer = load_chat_tokenizer(tokenizer_dir)
-    names = _check_sources(cfg.sources)
+    names = check_sources(cfg.sources)
     Path(out_dir).mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out_dir, prefix=".prepare-") as staging:
         heldout_rows, heldout_tally, excluded = _read_heldout(RowEncoder(tokenizer, cfg), heldout, cfg)
@@ -232,7 +232,7 @@ def _publish(file: PreparedFile, out_dir: Path) -> PreparedFile:
     return PreparedFile(file.path.replace(out_dir / file.path.name), file.summary)
 
 
-def _check_sources(sources: Sequence[SourceConfig]) -> list[str]:
+def check_sources(sources: Sequence[SourceConfig]) -> list[str]:
     """The sources' names, each its own; with weights for all or none."""
     names = [source_name(source) for source in sources]
     repeated = sorted({name for name in names if names.count(name) > 1})

@@ -14,6 +14,7 @@ from math import ceil
 from eagle3.config.engine import EngineConfig, EvaluateConfig, ExtractConfig
 from eagle3.config.training import TrainConfig
 from eagle3.planning.accelerators import Accelerator
+from eagle3.planning.workload import Workload
 from eagle3.targets.size import TargetSize
 
 PREFILL_SHARE, DECODE_SHARE, TRAIN_SHARE = 0.4, 0.6, 0.3
@@ -30,25 +31,6 @@ ASSUMPTIONS = (
     f"{ENCODER_THREADS} cores",
     "bf16 states compress to 0.73, fp8 to 0.84, as measured on one small target; others are counted uncompressed",
 )
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Rows and tokens of a run: expected ones, and the most there can be.
-
-    prompt_tokens: read before the answers that the target is to write; 0 without regeneration. tokens, supervised: of the
-    finished rows. max_tokens, max_supervised: the same with every answer at its longest.
-    """
-
-    rows: int
-    shards: int
-    waiting_rows: int
-    prompt_tokens: int
-    new_tokens: int
-    tokens: int
-    supervised: int
-    max_tokens: int
-    max_supervised: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +64,7 @@ def draft_size(shapes: dict[str, tuple[int, ...]]) -> DraftSize:
 
 
 def regenerate_cost(
-    work: Workload, size: TargetSize, engine: EngineConfig, gpu: Accelerator, num_gpus: int, lanes: int
+    work: Workload, size: TargetSize, engine: EngineConfig, gpu: Accelerator, num_gpus: int, replicas: int
 ) -> StageCost:
     """The target reads the prompts and writes the answers."""
     read = size.prefill_flops(work.waiting_rows, work.prompt_tokens) / (
@@ -92,7 +74,7 @@ def regenerate_cost(
     in_flight = sequences_in_flight(size, engine, gpu, num_gpus, context)
     rate = write_rate(size, engine.dtype, gpu, num_gpus, in_flight, context)
     how = f"writes about {rate:,.0f} tokens/s a replica with {in_flight} sequences in flight"
-    return _fanned_out("regenerate", read + work.new_tokens / rate, work.shards, num_gpus, lanes, how)
+    return _fanned_out("regenerate", read + work.new_tokens / rate, work.shards, num_gpus, replicas, how)
 
 
 def extract_cost(
@@ -101,7 +83,7 @@ def extract_cost(
     extract: ExtractConfig,
     gpu: Accelerator,
     num_gpus: int,
-    lanes: int,
+    replicas: int,
     state_bytes: float,
 ) -> StageCost:
     """The target reads every row; states are packed meanwhile."""
@@ -110,7 +92,7 @@ def extract_cost(
     seconds = max(read, pack)
     slower = "packing" if pack > read else "reading"
     how = f"about {work.tokens / max(seconds, 1e-9):,.0f} tokens/s a replica, by {slower}"
-    return _fanned_out("extract", seconds, work.shards, num_gpus, lanes, how)
+    return _fanned_out("extract", seconds, work.shards, num_gpus, replicas, how)
 
 
 def train_cost(
@@ -163,8 +145,8 @@ def write_rate(
     return in_flight / max(by_memory, by_arithmetic, MIN_STEP_S)
 
 
-def _fanned_out(stage: str, seconds: float, shards: int, num_gpus: int, lanes: int, how: str) -> StageCost:
-    """Seconds of one replica, dealt out in whole shards over the lanes."""
+def _fanned_out(stage: str, seconds: float, shards: int, num_gpus: int, replicas: int, how: str) -> StageCost:
+    """Seconds of one replica, dealt out in whole shards over the replicas."""
     a_shard = (seconds / max(shards, 1)) + ENGINE_START_S
-    rounds = ceil(shards / max(1, min(lanes, shards)))
+    rounds = ceil(shards / max(1, min(replicas, shards)))
     return StageCost(stage, a_shard * shards * num_gpus / 3600, a_shard * rounds / 3600, how)

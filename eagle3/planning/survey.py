@@ -1,47 +1,52 @@
-"""How many rows and tokens the sources hold, in seconds: small ones are tokenized whole, of large ones the first rows.
+"""How many rows and tokens the sources hold, in seconds: small ones are tokenized whole, large ones sampled.
 
-A source of at most COUNT_ROWS rows is encoded as prepare will, held-out prompts and repetitions left out: its figures are exact.
-Of a longer one SAMPLE_ROWS are encoded, and the number of its rows comes from its Parquet footers, its bytes, or the hub.
+A source of at most COUNT_ROWS rows is encoded as prepare will, without held-out prompts and repetitions: its numbers
+are exact. A longer one is sampled: SAMPLE_ROWS rows are encoded, and the number of its rows comes from its Parquet
+footers, its size in bytes, or the hub.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import ceil
 from pathlib import Path
 
 from eagle3.config.data import DataConfig, SourceConfig
-from eagle3.config.engine import RegenerateConfig
 from eagle3.data.chat import load_chat_tokenizer
 from eagle3.data.encode import RowEncoder, Task, tokens_key
 from eagle3.data.files import COMPRESSIONS, Record, file_format
 from eagle3.data.sources import hub_parts, read_source, source_files, source_name, source_path
-from eagle3.planning.estimates import Workload
+from eagle3.planning.workload import SourceSurvey
 from eagle3.shards.tokens import is_tool_task
 from eagle3.uris import redact
 
 COUNT_ROWS = 2000
 SAMPLE_ROWS = 400
-# Of the answers that a target is still to write nothing is known but their limit.
-ANSWER_SHARE = 0.5
 
 
-@dataclass(frozen=True)
-class SourceSurvey:
-    """What one source brings. basis: how it is known: counted, estimated, or at_least, where the number of rows is unknown.
+@dataclass
+class _Counts:
+    """Rows of a source as they are encoded. read: all; kept: those of them that can be used."""
 
-    rows, tokens, supervised: kept ones. answers: that the target is to write; rows then end where the first of them is to begin,
-    and what users say after it is not counted. 0 where rows keep their own. tool_tasks: rows that wait and offer tools.
-    """
+    read: int = 0
+    kept: int = 0
+    rows: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    answers: int = 0
+    tool_tasks: int = 0
 
-    name: str
-    basis: str
-    rows: int
-    tokens: int
-    supervised: int
-    answers: int
-    tool_tasks: int
-    dropped_share: float
+    def survey(self, name: str, basis: str, scale: float = 1.0) -> SourceSurvey:
+        """The counts times `scale`, the share of dropped rows as it is."""
+        return SourceSurvey(
+            name=name,
+            basis=basis,
+            rows=round(self.rows * scale),
+            tokens=round(self.tokens * scale),
+            supervised=round(self.supervised * scale),
+            answers=round(self.answers * scale),
+            tool_tasks=round(self.tool_tasks * scale),
+            dropped_share=1 - self.kept / self.read if self.read else 1.0,
+        )
 
 
 def survey(
@@ -51,28 +56,30 @@ def survey(
     cfg: DataConfig,
     regenerate: bool,
 ) -> tuple[list[SourceSurvey], int]:
-    """Look at every source.
+    """Count or sample every source.
 
     Returns:
         one survey a source, weights not yet applied, and the number of held-out prompts.
 
     Raises:
-        ValueError: if a source cannot be read, or loses more than data.max_dropped_share of what was looked at.
+        ValueError: if a source cannot be read, loses more than data.max_dropped_share of its rows, or has no usable
+            row among its first ones; if no held-out prompt is left.
     """
     tokenizer = load_chat_tokenizer(tokenizer_dir)
-    keys: set[str] = set()
+    heldout_keys: set[str] = set()
     num_heldout = 0
     task = Task("heldout", heldout.preset, heldout.thinking, "last_prompt")
     for outcome in RowEncoder(tokenizer, cfg).encode_all(islice(read_source(heldout), COUNT_ROWS), task):
-        keys.update(
-            [outcome.opening] if outcome.opening else [], (tokens_key(row.token_ids) for row in outcome.rows)
-        )
+        heldout_keys.update(tokens_key(row.token_ids) for row in outcome.rows)
+        if outcome.opening:
+            heldout_keys.add(outcome.opening)
         num_heldout += bool(outcome.rows)
     if not num_heldout:
         raise ValueError(
-            f"{redact(source_path(heldout))}: no held-out prompt is left; raise data.max_prompt_tokens or add shorter prompts"
+            f"{redact(source_path(heldout))}: no held-out prompt is left; raise data.max_prompt_tokens or add "
+            "shorter prompts"
         )
-    encoder = RowEncoder(tokenizer, cfg, frozenset(keys))
+    encoder = RowEncoder(tokenizer, cfg, frozenset(heldout_keys))
     seen: set[str] = set()
     return [_survey_source(source, encoder, cfg, regenerate, seen) for source in sources], num_heldout
 
@@ -82,46 +89,59 @@ def _survey_source(
 ) -> SourceSurvey:
     records = list(islice(read_source(source), COUNT_ROWS + 1))
     is_whole = len(records) <= COUNT_ROWS
-    looked_at = records if is_whole else records[:SAMPLE_ROWS]
+    sample = records if is_whole else records[:SAMPLE_ROWS]
+    counts = _count(source, sample, encoder, regenerate, seen, source.max_rows if is_whole else 0)
+    name = source_name(source)
+    found = counts.survey(name, "counted")
+    is_limit_reached = source.max_rows and counts.kept >= source.max_rows
+    # prepare counts all rows: of a sample this much is certain only if nothing in it can be used.
+    limit = cfg.max_dropped_share if is_whole else max(cfg.max_dropped_share, 1 - 1 / len(sample))
+    if found.dropped_share > limit and not is_limit_reached:
+        raise ValueError(
+            f"{redact(source_path(source))}: {counts.read - counts.kept} of the first {counts.read} rows cannot be "
+            f"used, more than data.max_dropped_share = {cfg.max_dropped_share}; mend the source, raise "
+            "data.max_prompt_tokens, or raise the share"
+        )
+    if is_whole or not counts.kept:
+        return found
+    total = _count_rows(source, records)
+    usable = (total or len(records)) * counts.kept / len(sample)
+    if source.max_rows and usable >= source.max_rows:
+        return counts.survey(name, "estimated", source.max_rows / counts.kept)
+    return counts.survey(name, "estimated" if total else "at_least", usable / counts.kept)
+
+
+def _count(
+    source: SourceConfig,
+    records: Sequence[Record],
+    encoder: RowEncoder,
+    regenerate: bool,
+    seen: set[str],
+    max_rows: int,
+) -> _Counts:
+    """Encode records as prepare will, until `max_rows` are kept (0: all); `seen` holds the rows kept so far."""
     waits = regenerate and source.regenerate
     task = Task(source_name(source), source.preset, source.thinking, "script" if waits else "answers")
-    read = kept = tokens = supervised = rows = answers = tool_tasks = 0
-    for outcome in encoder.encode_all(looked_at, task):
-        read += 1
+    counts = _Counts()
+    for outcome in encoder.encode_all(records, task):
+        counts.read += 1
         if not outcome.rows or outcome.rows[0].sample_id in seen:
             continue
         seen.add(outcome.rows[0].sample_id)
-        kept += 1
-        rows += len(outcome.rows)
-        tokens += sum(len(row.token_ids) for row in outcome.rows)
-        supervised += sum(sum(row.loss_mask) for row in outcome.rows)
-        answers += max(1, outcome.turns) if waits else 0
-        tool_tasks += is_tool_task(outcome.rows[0].script)
-        if is_whole and kept == source.max_rows:
+        counts.kept += 1
+        counts.rows += len(outcome.rows)
+        counts.tokens += sum(len(row.token_ids) for row in outcome.rows)
+        counts.supervised += sum(sum(row.loss_mask) for row in outcome.rows)
+        counts.answers += max(1, outcome.turns) if waits else 0
+        counts.tool_tasks += is_tool_task(outcome.rows[0].script)
+        if counts.kept == max_rows:
             break
-    dropped = 1 - kept / read if read else 1.0
-    if dropped > cfg.max_dropped_share and kept != source.max_rows:
-        raise ValueError(
-            f"{redact(source_path(source))}: {read - kept} of the first {read} rows cannot be used, more than "
-            f"data.max_dropped_share = {cfg.max_dropped_share}; mend the source, raise data.max_prompt_tokens, or raise the share"
-        )
-    if is_whole or not kept:
-        return SourceSurvey(task.source, "counted", rows, tokens, supervised, answers, tool_tasks, dropped)
-    total = _count_rows(source, records)
-    basis = "estimated" if total else "at_least"
-    usable = (total or len(records)) * kept / len(looked_at)
-    scale = (min(usable, source.max_rows) if source.max_rows else usable) / kept
-    if source.max_rows and usable >= source.max_rows:
-        basis = "estimated"
-    figures = (rows, tokens, supervised, answers, tool_tasks)
-    rows, tokens, supervised, answers, tool_tasks = (round(number * scale) for number in figures)
-    return SourceSurvey(task.source, basis, rows, tokens, supervised, answers, tool_tasks, dropped)
+    return counts
 
 
 def _count_rows(source: SourceConfig, records: Sequence[Record]) -> int:
-    """Rows of a source by footers, bytes or the hub's own count; 0 where none of these tells."""
-    parts = hub_parts(source_path(source))
-    if parts:
+    """Rows of a source by footers, bytes or the hub's own count; 0 where none of these is known."""
+    if parts := hub_parts(source_path(source)):
         return _hub_rows(*parts, source.revision)
     filesystem, files = source_files(source)
     sizes = [record.size for record in records if record.size]
@@ -143,61 +163,8 @@ def _hub_rows(repository: str, subset: str, split: str, revision: str) -> int:
     import datasets
 
     try:
-        splits = (
-            datasets.load_dataset_builder(repository, subset or None, revision=revision or None).info.splits
-            or {}
-        )
+        builder = datasets.load_dataset_builder(repository, subset or None, revision=revision or None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError):
         return 0
+    splits = builder.info.splits or {}
     return int(splits[split].num_examples or 0) if split in splits else 0
-
-
-def workload(
-    surveys: Sequence[SourceSurvey],
-    weights: Sequence[float],
-    cfg: DataConfig,
-    regenerate: RegenerateConfig,
-    max_model_len: int,
-) -> Workload:
-    """Put the sources together as prepare mixes them, and add the answers that the target is to write.
-
-    Args:
-        surveys, weights: of the sources, in order; all weights are 0 or none is.
-        max_model_len: no finished row is longer.
-    """
-    shares = _taken_shares(surveys, weights)
-    rows = [round(s.rows * share) for s, share in zip(surveys, shares, strict=True)]
-    tasks = [round(s.tool_tasks * share) for s, share in zip(surveys, shares, strict=True)]
-    apart = [n - t for n, t in zip(rows, tasks, strict=True)] + tasks  # tool tasks fill shards of their own
-    mixed = [sum(rows) - sum(tasks), sum(tasks)]
-    shards = sum(ceil(n / cfg.rows_per_shard) for n in (mixed if any(weights) else apart))
-    tokens = round(sum(s.tokens * share for s, share in zip(surveys, shares, strict=True)))
-    supervised = round(sum(s.supervised * share for s, share in zip(surveys, shares, strict=True)))
-    waiting = sum(n for n, s in zip(rows, surveys, strict=True) if s.answers)
-    prompts = round(sum(s.tokens * share for s, share in zip(surveys, shares, strict=True) if s.answers))
-    longest = round(
-        sum(
-            s.answers * share * regenerate.sampling(s.name)[2]
-            for s, share in zip(surveys, shares, strict=True)
-        )
-    )
-    expected = round(longest * ANSWER_SHARE)
-    return Workload(
-        rows=sum(rows),
-        shards=shards,
-        waiting_rows=waiting,
-        prompt_tokens=prompts,
-        new_tokens=expected,
-        tokens=tokens + expected,
-        supervised=supervised + expected,
-        max_tokens=min(tokens + longest, sum(rows) * max_model_len),
-        max_supervised=supervised + longest,
-    )
-
-
-def _taken_shares(surveys: Sequence[SourceSurvey], weights: Sequence[float]) -> list[float]:
-    """Share of each source's rows that is taken: all, or by weight until the first source is used up."""
-    if not any(weights):
-        return [1.0] * len(surveys)
-    mixed = min(s.rows / weight for s, weight in zip(surveys, weights, strict=True))
-    return [mixed * weight / s.rows if s.rows else 0.0 for s, weight in zip(surveys, weights, strict=True)]

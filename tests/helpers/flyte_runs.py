@@ -3,6 +3,7 @@
 import importlib
 import json
 import pkgutil
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,6 +112,12 @@ def all_tasks() -> list[Any]:
     ]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, PythonTask)]
     return list({task.name: task for task in found}.values())
+
+
+def words(result: Result) -> str:
+    """What pyflyte prints for a run that failed, on one line and without frames."""
+    assert result.exit_code != 0
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.output).split())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Plans: bytes and hours by the stated formulas, and refusals in the words of the stages that would refuse."""
+"""Plans: bytes and hours by the stated formulas."""
 
 import re
 from dataclasses import asdict, replace
@@ -6,77 +6,20 @@ from typing import Any
 
 import pytest
 
-from eagle3.config.data import DataConfig, VocabConfig
-from eagle3.config.engine import EngineConfig, EvaluateConfig, ExtractConfig, FanOutConfig, RegenerateConfig
-from eagle3.config.resources import ResourcesConfig, quantity_bytes
-from eagle3.config.training import ExportConfig, TrainConfig
+from eagle3.config.resources import quantity_bytes
 from eagle3.planning import estimates
 from eagle3.planning.accelerators import ACCELERATORS
-from eagle3.planning.estimates import Workload
-from eagle3.planning.plan import (
-    PodDisks,
-    RunPlan,
-    RunSettings,
-    check_settings,
-    draft_of,
-    make_plan,
-    render_text,
-)
-from eagle3.planning.survey import SourceSurvey
+from eagle3.planning.plan import RunPlan, make_plan, render_text
+from eagle3.planning.preflight import draft_of
+from eagle3.planning.workload import Workload
 from eagle3.shards.hidden_states import hidden_state_bytes
 from eagle3.targets.size import target_size
 from tests.helpers.configs import GPT_OSS_20B, LLAMA31_8B, QWEN3_30B_A3B
-
-GIB = 1 << 30
-DISKS = PodDisks(200 * GIB, 400 * GIB, 400 * GIB)
-WORK = Workload(
-    rows=1000,
-    shards=4,
-    waiting_rows=1000,
-    prompt_tokens=100_000,
-    new_tokens=400_000,
-    tokens=500_000,
-    supervised=400_000,
-    max_tokens=900_000,
-    max_supervised=800_000,
-)
-SOURCES = [SourceSurvey("train", "counted", 1000, 100_000, 0, 1000, 0, 0.0)]
-
-
-def settings(**blocks: dict[str, Any]) -> RunSettings:
-    kinds = (
-        EngineConfig,
-        DataConfig,
-        RegenerateConfig,
-        VocabConfig,
-        ExtractConfig,
-        TrainConfig,
-        ExportConfig,
-        EvaluateConfig,
-    )
-    names = (
-        "engine",
-        "data",
-        "regenerate",
-        "vocab",
-        "extract",
-        "train",
-        "export",
-        "evaluate",
-        "fanout",
-        "resources",
-    )
-    defaults: dict[str, dict[str, Any]] = {"evaluate": {"dtype": "bfloat16"}}
-    made = {
-        name: kind(**(defaults.get(name, {}) | blocks.get(name, {})))
-        for name, kind in zip(names, (*kinds, FanOutConfig, ResourcesConfig), strict=True)
-    }
-    return RunSettings(**made)
+from tests.helpers.plans import GIB, SOURCES, WORK, settings
 
 
 def plan(config: dict[str, Any] = LLAMA31_8B, work: Workload = WORK, **blocks: dict[str, Any]) -> RunPlan:
     cfg = settings(**blocks)
-    check_settings(cfg, config, "org/target", DISKS)
     return make_plan(cfg, config, "org/target", SOURCES, 24, work)
 
 
@@ -154,105 +97,6 @@ def test_without_regeneration_no_answers_are_written() -> None:
         "train",
         "evaluate",
     ]
-
-
-REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"model_type": "gemma2"}, {}, "org/target is a 'gemma2' model"),
-    ({}, {"data": {"max_prompt_tokens": 4000}}, "must not exceed engine.max_model_len"),
-    ({"max_position_embeddings": 2048}, {}, "must not exceed the target's 2048 positions"),
-    ({}, {"extract": {"layer_ids": [33]}}, "extract.layer_ids must lie in 0 … 32"),
-    (
-        {},
-        {"vocab": {"size": 200_000}},
-        "draft vocab must not exceed the target's 128256, got 200000; lower vocab.size",
-    ),
-    ({}, {"fanout": {"tensor_parallel_size": 3}}, "divisible by fanout.tensor_parallel_size, got 3"),
-    (
-        {},
-        {"resources": {"engine": {"accelerator": "T4"}}},
-        "must fit into 1 x 14 GB.*raise fanout.tensor_parallel_size",
-    ),
-    (
-        {},
-        {"engine": {"dtype": "float32"}, "resources": {"engine": {"accelerator": "L4"}}},
-        "weights in float32",
-    ),
-    (
-        {},
-        {"evaluate": {"dtype": "float32"}, "resources": {"engine": {"accelerator": "L4"}}},
-        "for the evaluation: set evaluate.dtype to bfloat16, raise fanout.tensor_parallel_size",
-    ),
-    (
-        {},
-        {"resources": {"trainer": {"gpus": 2}}},
-        "packs_per_step must be a multiple of resources.trainer.gpus 2, got 1",
-    ),
-    (
-        {"intermediate_size": 28672},
-        {"vocab": {"size": 128_256}, "resources": {"trainer": {"accelerator": "T4"}}},
-        "must fit on one T4 of 16 GB, they take",
-    ),
-    (
-        {},
-        {"resources": {"data": {"ephemeral_storage": "10Gi"}}},
-        "resources.data.ephemeral_storage must hold 16 GB",
-    ),
-    (
-        {},
-        {"train": {"disk_budget_bytes": 10**12}},
-        "resources.trainer.ephemeral_storage .* or lower train.disk_budget_bytes",
-    ),
-    (
-        {},
-        {"train": {"disk_budget_bytes": 10**9}},
-        "lower train.shuffle_chunks or raise train.disk_budget_bytes",
-    ),
-    ({}, {"data": {"min_shards": 5}}, "1000 usable rows fill 4 shards .* data.min_shards = 5"),
-]
-
-
-@pytest.mark.parametrize(("changes", "blocks", "said"), REFUSALS, ids=[said[:40] for *_, said in REFUSALS])
-def test_what_a_stage_would_refuse_is_refused(
-    changes: dict[str, Any], blocks: dict[str, Any], said: str
-) -> None:
-    asked = ResourcesConfig(**blocks.get("resources", {}))
-    disks = (
-        replace(DISKS, data=quantity_bytes(asked.data.ephemeral_storage))
-        if asked.data.ephemeral_storage
-        else DISKS
-    )
-    cfg, config = settings(**blocks), LLAMA31_8B | changes
-
-    def plan_it() -> None:
-        check_settings(cfg, config, "org/target", disks)
-        make_plan(cfg, config, "org/target", SOURCES, 24, WORK)
-
-    with pytest.raises(ValueError, match=said):
-        plan_it()
-
-
-def test_an_initial_drafts_vocabulary_goes_before_the_setting() -> None:
-    check_settings(settings(vocab={"size": 200_000}), LLAMA31_8B, "org/target", DISKS, is_vocab_given=True)
-
-
-def test_a_target_too_large_for_one_gpu_fits_on_two() -> None:
-    wide = LLAMA31_8B | {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    }
-    disks = PodDisks(1000 * GIB, 1000 * GIB, 1000 * GIB)
-    check_settings(settings(fanout={"tensor_parallel_size": 2}), wide, "org/target", disks)
-    with pytest.raises(ValueError, match=r"2 x 127 GB .* for the evaluation: set evaluate.dtype"):
-        check_settings(
-            settings(fanout={"tensor_parallel_size": 2}, evaluate={"dtype": "float32"}),
-            wide,
-            "org/target",
-            disks,
-        )
-    with pytest.raises(ValueError, match=r"1 x 127 GB of GPU memory, they take 141 \+"):
-        check_settings(settings(), wide, "org/target", disks)
 
 
 @pytest.mark.parametrize(

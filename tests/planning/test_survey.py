@@ -12,7 +12,8 @@ from eagle3.config.data import DataConfig, SourceConfig
 from eagle3.config.engine import RegenerateConfig, SamplingConfig
 from eagle3.data.prepare import prepare_shards
 from eagle3.planning import survey as surveying
-from eagle3.planning.survey import SourceSurvey, survey, workload
+from eagle3.planning.survey import survey
+from eagle3.planning.workload import SourceSurvey, workload
 from tests.helpers.tiny_tokenizer import train_tokenizer
 
 

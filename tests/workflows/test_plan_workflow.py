@@ -1,4 +1,4 @@
-"""The plan workflow on a run's own recipe: no weights, what is refused, one key with prepare."""
+"""The plan workflow on a run's own recipe: it fetches no weights, and shares the cache with prepare."""
 
 import json
 import time
@@ -43,8 +43,7 @@ def test_a_plan_counts_rows_and_tokens_and_shows_its_assumptions(planner: Planne
     assert made["sources"][0]["basis"] == "counted"
     for text in ("10 in 3 shards", "estimates, not measurements", "assumed:", "tiny/bytes"):
         assert text in result.output
-    assert not list(store.root().glob("tokenizer-*/*.safetensors"))
-    assert list(store.root().glob("tokenizer-*/config.json"))
+    assert not list(store.root().glob("*"))
 
 
 def test_prepare_alone_and_the_whole_run_share_one_cache_entry(
@@ -63,36 +62,6 @@ def test_prepare_alone_and_the_whole_run_share_one_cache_entry(
     assert pyflyte_run(planner.recipe()).exit_code != 0
     assert [e.cached for e in journal.entries() if e.stage == "prepare_data"] == [True]
     assert list(store.root().glob("target-*/*.safetensors"))
-
-
-@pytest.mark.parametrize(
-    ("blocks", "complaint"),
-    [
-        ({"vocab": {"size": 10**6}}, "lower vocab.size"),
-        ({"extract": {"layer_ids": [1, 9]}}, "extract.layer_ids"),
-        ({"data": {"min_shards": 4}}, "min_shards"),
-        (
-            {"engine": {"max_model_len": 80}, "regenerate": {"max_new_tokens": 60}},
-            "must not exceed engine.max_model_len 80",
-        ),
-        ({"engine": {"max_model_len": 512}}, "must not exceed the target's 256 positions"),
-        ({"fanout": {"tensor_parallel_size": 3}}, "divisible by fanout.tensor_parallel_size"),
-        (
-            {"resources": {"trainer": {"gpus": 2}}},
-            "train.packs_per_step must be a multiple of resources.trainer.gpus 2",
-        ),
-        (
-            {"resources": {"trainer": {"ephemeral_storage": "100Gi"}}},
-            "resources.trainer.ephemeral_storage must hold",
-        ),
-        ({"target": {"public_name": ""}}, "public_name"),
-        ({"train": {"init_from": "runs/absent"}}, "a pod cannot read directories of your machine"),
-    ],
-)
-def test_impossible_settings_are_refused(planner: Planner, blocks: dict[str, Any], complaint: str) -> None:
-    result = pyflyte_run(planner.recipe(**blocks), "plan.py", "plan")
-    assert result.exit_code != 0
-    assert complaint in " ".join(result.output.split())
 
 
 def test_a_run_that_would_not_fit_on_this_disk_is_told_so(

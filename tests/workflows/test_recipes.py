@@ -1,6 +1,5 @@
 """Recipes: the shipped ones fit the workflow, and what does not fit is refused before anything runs."""
 
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -8,13 +7,14 @@ import pytest
 import yaml
 
 from eagle3.config.base import StageConfig
-from eagle3.config.resources import quantity_bytes
-from eagle3.planning.estimates import Workload
-from eagle3.planning.plan import PodDisks, RunSettings, check_settings, make_plan
+from eagle3.config.run import RunSettings
+from eagle3.planning.plan import make_plan
+from eagle3.planning.preflight import check_target
+from eagle3.planning.workload import Workload
 from tests.helpers.configs import GPT_OSS_20B, LLAMA31_8B, QWEN3_8B, QWEN3_30B_A3B
 from tests.helpers.flyte_runs import ROOT, pyflyte_run, write_prompts, write_recipe
 from workflows.flyte import journal
-from workflows.flyte.pods import DATA, ENGINE, TRAINER
+from workflows.flyte.pods import pod_disks
 from workflows.train_eagle3 import train_eagle3
 
 
@@ -47,9 +47,8 @@ ROWS, PROMPT_TOKENS, ANSWER_TOKENS = 50_000, 200, 1_000
 
 def settings_of(name: str) -> RunSettings:
     blocks = yaml.safe_load((ROOT / f"workflows/recipes/{name}.yaml").read_text())
-    kinds = get_type_hints(train_eagle3._workflow_function)
-    return RunSettings(
-        **{field.name: kinds[field.name](**blocks.get(field.name, {})) for field in fields(RunSettings)}
+    return RunSettings.model_validate(
+        {name: blocks[name] for name in RunSettings.model_fields if name in blocks}
     )
 
 
@@ -59,8 +58,8 @@ def test_every_recipe_for_a_cluster_is_checked_against_its_target() -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_no_stage_would_refuse_a_shipped_recipe(name: str) -> None:
-    disks = [quantity_bytes(group["limits"].ephemeral_storage) for group in (DATA, ENGINE, TRAINER)]
-    check_settings(settings_of(name), TARGETS[name], name, PodDisks(*disks))
+    cfg = settings_of(name)
+    check_target(cfg, TARGETS[name], name, pod_disks(cfg.resources))
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -80,7 +79,7 @@ def test_a_recipes_comment_states_what_the_plan_works_out(name: str) -> None:
     )
     plan = make_plan(cfg, TARGETS[name], name, [], 200, work)
     fp8 = make_plan(
-        replace(cfg, extract=cfg.extract.model_copy(update={"encoding": "fp8"})),
+        cfg.model_copy(update={"extract": cfg.extract.model_copy(update={"encoding": "fp8"})}),
         TARGETS[name],
         name,
         [],

@@ -1,49 +1,18 @@
 """What a user reads of a recipe that is wrong, and how soon: the last words name the key and what came."""
 
-import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.flyte_runs import ROOT, pyflyte_run, write_prompts, write_recipe
-from workflows.flyte import journal, store
-
-
-def words(result: Any) -> str:
-    """What pyflyte prints, on one line without frames, whatever the terminal's width."""
-    assert result.exit_code != 0
-    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.output).split())
+from tests.helpers.flyte_runs import ROOT, pyflyte_run, words, write_prompts, write_recipe
+from workflows.flyte import journal
 
 
 @pytest.fixture
 def prompts(workplace: Path) -> Path:
     return write_prompts(workplace / "prompts.jsonl", 0, 4)
-
-
-@pytest.mark.parametrize("workflow", ["train_eagle3", "train_from_shards"])
-def test_a_length_beyond_the_targets_positions_is_refused_before_its_weights_are_fetched(
-    workplace: Path, tiny_target: Path, prompts: Path, workflow: str
-) -> None:
-    more = ["--shards", '["nowhere.parquet"]'] if workflow == "train_from_shards" else []
-    recipe = write_recipe(workplace / "recipe.yaml", tiny_target, prompts, engine={"max_model_len": 257})
-    said = words(pyflyte_run(recipe, workflow=workflow, more=more))
-    assert "engine.max_model_len must not exceed the target's 256 positions, got 257; lower it" in said
-    assert not journal.entries()
-    assert not list(store.root().glob("*"))
-
-
-def test_an_architecture_that_no_draft_fits_is_refused_before_its_weights_are_fetched(
-    workplace: Path, tiny_target: Path, prompts: Path, tmp_path: Path
-) -> None:
-    other = Path(shutil.copytree(tiny_target, tmp_path / "other"))
-    config = json.loads((other / "config.json").read_text()) | {"model_type": "gemma3"}
-    (other / "config.json").write_text(json.dumps(config))
-    said = words(pyflyte_run(write_recipe(workplace / "recipe.yaml", other, prompts)))
-    assert "tiny/bytes is a 'gemma3' model; drafts can be trained for llama" in said
-    assert not journal.entries()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from eagle3.config.training import TrainConfig
+from eagle3.planning.workload import SourceSurvey
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class ResolvedInputs:
     `source_versions`: hub commit or content digest of each of data.sources, then of each of data.excluded.
     `public_name` is the target's name in the export. `regenerate` says whether the target answers the prompts
     itself; prepare needs to know no more of that stage's settings. `init_from` is the place of the draft that training goes on
-    from and `init_digest` its content, both empty when it starts afresh.
+    from and `init_digest` its content, both empty when it starts afresh. `target_config` is the target's config.json; `surveys`
+    and `num_heldout` say what the first rows of prompts, sources and held-out prompts hold, for a plan.
     """
 
     prompts_digest: str
@@ -41,6 +43,9 @@ class ResolvedInputs:
     regenerate: bool
     init_from: str
     init_digest: str
+    target_config: str
+    surveys: list[SourceSurvey]
+    num_heldout: int
 
 
 @dataclass(frozen=True)

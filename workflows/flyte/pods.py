@@ -19,7 +19,14 @@ from flytekit.extras import accelerators
 from flytekit.extras.accelerators import H200
 
 from eagle3.config.engine import FanOutConfig
-from eagle3.config.resources import EngineResources, PodResources, ResourcesConfig, TrainerResources
+from eagle3.config.resources import (
+    EngineResources,
+    PodDisks,
+    PodResources,
+    ResourcesConfig,
+    TrainerResources,
+    quantity_bytes,
+)
 from workflows.flyte import store
 
 CARRIED = ("EAGLE3_REGISTRY", "EAGLE3_TAG", "EAGLE3_HF_SECRET", "EAGLE3_SERVER_SECRET", "EAGLE3_STORE")
@@ -169,6 +176,19 @@ def data_pod(resources: ResourcesConfig) -> Pod:
     """Of what fetches the target and prepares the data."""
     return Pod(
         _sides(DATA, resources.data) | {"interruptible": resources.data.spot}, resources.data.pod_template
+    )
+
+
+def pod_disks(resources: ResourcesConfig) -> PodDisks:
+    """Local disk of each kind of pod, for the checks before a run."""
+
+    def disk(asked: PodResources, group: dict[str, Any]) -> int:
+        return quantity_bytes(asked.ephemeral_storage or group["limits"].ephemeral_storage)
+
+    return PodDisks(
+        data=disk(resources.data, DATA),
+        engine=disk(resources.engine, ENGINE),
+        trainer=disk(resources.trainer, TRAINER),
     )
 
 

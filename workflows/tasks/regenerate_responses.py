@@ -1,6 +1,5 @@
 """regenerate: the target's own answers to chats and tool tasks, one engine task a shard."""
 
-import json
 import logging
 from dataclasses import replace
 from typing import Any, cast
@@ -9,15 +8,13 @@ from flytekit import Cache, dynamic, task
 from flytekit.types.file import FlyteFile
 
 import images
-from eagle3.config.data import VocabConfig
-from eagle3.config.engine import EngineConfig, ExtractConfig, FanOutConfig, RegenerateConfig
+from eagle3.config.engine import EngineConfig, FanOutConfig, RegenerateConfig
 from eagle3.config.resources import ResourcesConfig
-from eagle3.targets.properties import aux_layer_ids
 from workflows.flyte import store
 from workflows.flyte.fan_out import fan_out
 from workflows.flyte.interfaces import PreparedData, Target, TokenShard, TokenShards
 from workflows.flyte.live import JobDeck
-from workflows.flyte.pods import DYNAMIC, ENGINE, HUB, SERVER, replica_pod
+from workflows.flyte.pods import DYNAMIC, ENGINE, SERVER, replica_pod
 from workflows.flyte.stage import recoverable, stage
 from workflows.tasks.gather_token_shards import gather_token_shards
 
@@ -84,44 +81,17 @@ def regenerate_shard(
     return TokenShard(shard.index, file, accounts=outcomes, **made)
 
 
-def _check_initial(init_from: str, init_digest: str, target: Target, layer_ids: list[int]) -> None:
-    """Refuse an initial draft whose settings do not fit; reads two JSON files, no weights."""
-    import fsspec
-
-    from eagle3.draft.initial import check_settings, read_settings
-
-    store.share_credentials()
-    with fsspec.open(f"{store.location(target.directory)}/config.json") as f:
-        config = json.load(f)
-    check_settings(read_settings(init_from, init_digest, config), config, layer_ids)
-
-
-@dynamic(container_image=images.CPU, retries=2, **DYNAMIC, **HUB)
+@dynamic(container_image=images.CPU, retries=2, **DYNAMIC)
 @recoverable
 def regenerate_responses(
     data: PreparedData,
     target: Target,
     engine: EngineConfig,
     regenerate: RegenerateConfig,
-    vocab: VocabConfig,
-    init_from: str,
-    init_digest: str,
-    extract: ExtractConfig,
     fanout: FanOutConfig,
     resources: ResourcesConfig,
 ) -> TokenShards:
-    """Let the target answer every chat and tool task; without regeneration the shards pass unchanged.
-
-    Raises:
-        ValueError: on settings of later stages that this target cannot meet, before the first engine starts.
-    """
-    layer_ids = aux_layer_ids(extract.layer_ids, target.num_layers)
-    if init_digest:
-        _check_initial(init_from, init_digest, target, layer_ids)
-    elif vocab.size > target.vocab_size:
-        raise ValueError(
-            f"draft vocab must not exceed the target's {target.vocab_size}, got {vocab.size}; lower vocab.size in the recipe"
-        )
+    """Let the target answer every chat and tool task; without regeneration the shards pass unchanged."""
     # Tool tasks follow the chats: each prepared list counts its own shards from 0.
     shards = [replace(shard, index=i) for i, shard in enumerate([*data.shards, *data.tool_tasks])]
     if not regenerate.enabled:

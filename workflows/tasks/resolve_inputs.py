@@ -1,23 +1,37 @@
-"""First of all, in seconds: what do the given files and the target name stand for, by content?
+"""The first node of every run: resolve files and names to versions, and refuse what a later stage would refuse.
 
-Neither task is cached, so settings that do not fit the target are refused here without being in a key, before its weights are
-fetched or a GPU is asked for.
+Neither task is cached: a branch may have moved, a file may have grown, since the last run. It takes seconds, fetches
+no weights and needs no GPU (eagle3/planning/preflight.py says what is checked).
 """
+
+import json
+from typing import TYPE_CHECKING
 
 from flytekit import task
 from flytekit.types.file import FlyteFile
 
 import images
-from eagle3.config.checks import check_lengths, check_sampled_sources
-from eagle3.config.data import DataConfig
-from eagle3.config.engine import EngineConfig, EvaluateConfig, RegenerateConfig, TargetConfig
-from eagle3.config.training import TrainConfig
+from eagle3.config.data import DataConfig, VocabConfig
+from eagle3.config.engine import (
+    EngineConfig,
+    EvaluateConfig,
+    ExtractConfig,
+    FanOutConfig,
+    RegenerateConfig,
+    TargetConfig,
+)
+from eagle3.config.resources import ResourcesConfig
+from eagle3.config.run import RunSettings
+from eagle3.config.training import ExportConfig, TrainConfig
 from eagle3.files import files_digest
 from workflows.flyte import journal, store
 from workflows.flyte.interfaces import ResolvedInputs, TargetRef
-from workflows.flyte.pods import HUB, LIGHT
+from workflows.flyte.pods import HUB, LIGHT, pod_disks
 from workflows.flyte.stage import recoverable
 from workflows.flyte.summary import check_run_name
+
+if TYPE_CHECKING:
+    from eagle3.planning.preflight import Preflight
 
 
 @task(container_image=images.CPU, retries=2, **LIGHT, **HUB)
@@ -30,18 +44,29 @@ def resolve_inputs(
     engine: EngineConfig,
     data: DataConfig,
     regenerate: RegenerateConfig,
-    evaluate: EvaluateConfig,
+    vocab: VocabConfig,
+    extract: ExtractConfig,
     train: TrainConfig,
+    export: ExportConfig,
+    evaluate: EvaluateConfig,
+    fanout: FanOutConfig,
+    resources: ResourcesConfig,
 ) -> ResolvedInputs:
-    """Never cached: a branch may have moved, a file may have grown, since the last run."""
-    from eagle3.data.sources import source_name
-
-    journal.start()
-    check_run_name(run_name)
-    if not (prompts or data.sources):
-        raise ValueError("there is nothing to train on: give prompts, data.sources or both")
-    check_sampled_sources(regenerate, ["train", *map(source_name, data.sources)])
-    return _resolve(prompts, heldout, target, engine, data, regenerate, evaluate, train)
+    """For a run that prepares its own data."""
+    cfg = RunSettings(
+        target=target,
+        engine=engine,
+        data=data,
+        regenerate=regenerate,
+        vocab=vocab,
+        extract=extract,
+        train=train,
+        export=export,
+        evaluate=evaluate,
+        fanout=fanout,
+        resources=resources,
+    )
+    return _resolve(run_name, cfg, prompts, heldout, with_rows=True)
 
 
 @task(container_image=images.CPU, retries=2, **LIGHT, **HUB)
@@ -53,51 +78,56 @@ def resolve_without_data(
     engine: EngineConfig,
     data: DataConfig,
     regenerate: RegenerateConfig,
-    evaluate: EvaluateConfig,
+    vocab: VocabConfig,
+    extract: ExtractConfig,
     train: TrainConfig,
+    export: ExportConfig,
+    evaluate: EvaluateConfig,
+    fanout: FanOutConfig,
+    resources: ResourcesConfig,
 ) -> ResolvedInputs:
-    """The same for a run whose shards exist already: its prompts and sources are not looked for."""
-    journal.start()
-    check_run_name(run_name)
-    without = data.model_copy(update={"sources": [], "excluded": []})
-    return _resolve(None, heldout, target, engine, without, regenerate, evaluate, train)
+    """For a run that starts from shards: its prompts and sources are not read."""
+    cfg = RunSettings(
+        target=target,
+        engine=engine,
+        data=data.model_copy(update={"sources": [], "excluded": []}),
+        regenerate=regenerate,
+        vocab=vocab,
+        extract=extract,
+        train=train,
+        export=export,
+        evaluate=evaluate,
+        fanout=fanout,
+        resources=resources,
+    )
+    return _resolve(run_name, cfg, None, heldout, with_rows=False)
 
 
 def _resolve(
-    prompts: FlyteFile | None,
-    heldout: FlyteFile,
-    target: TargetConfig,
-    engine: EngineConfig,
-    data: DataConfig,
-    regenerate: RegenerateConfig,
-    evaluate: EvaluateConfig,
-    train: TrainConfig,
+    run_name: str, cfg: RunSettings, prompts: FlyteFile | None, heldout: FlyteFile, with_rows: bool
 ) -> ResolvedInputs:
-    from eagle3.data.sources import resolve_source
-    from eagle3.draft.initial import resolve_initial
-    from eagle3.export import check_public_name
-    from eagle3.targets.properties import check_max_model_len
-    from eagle3.targets.resolve import identify_target, read_config
-    from eagle3.targets.weights import check_target_config
+    from eagle3.planning.preflight import preflight
 
-    check_lengths(data, engine, regenerate, evaluate)
-    public_name = target.public_name or target.name
-    check_public_name(public_name)
+    journal.start()
+    check_run_name(run_name)
     store.share_credentials()
-    ref = TargetRef(*identify_target(target))
-    if config := read_config(target.model_copy(update={"revision": ref.revision})):
-        check_target_config(config, ref.name)
-        check_max_model_len(engine.max_model_len, config)
-    init_from, init_digest = (
-        resolve_initial(train.init_from, train.init_revision) if train.init_from else ("", "")
-    )
+    prompts_path = store.fetch(prompts) if prompts else ""
+    heldout_path = store.fetch(heldout)
+    found = preflight(cfg, pod_disks(cfg.resources), prompts_path, heldout_path, with_rows)
+    return _as_inputs(found, cfg, prompts_path, heldout_path)
+
+
+def _as_inputs(found: "Preflight", cfg: RunSettings, prompts_path: str, heldout_path: str) -> ResolvedInputs:
     return ResolvedInputs(
-        prompts_digest=files_digest(store.fetch(prompts)) if prompts else "",
-        source_versions=[resolve_source(source)[1] for source in (*data.sources, *data.excluded)],
-        heldout_digest=files_digest(store.fetch(heldout)),
-        target=ref,
-        public_name=public_name,
-        regenerate=regenerate.enabled,
-        init_from=init_from,
-        init_digest=init_digest,
+        prompts_digest=files_digest(prompts_path) if prompts_path else "",
+        source_versions=found.source_versions,
+        heldout_digest=files_digest(heldout_path),
+        target=TargetRef(*found.target),
+        public_name=found.public_name,
+        regenerate=cfg.regenerate.enabled,
+        init_from=found.init_from,
+        init_digest=found.init_digest,
+        target_config=json.dumps(found.config),
+        surveys=found.surveys,
+        num_heldout=found.num_heldout,
     )

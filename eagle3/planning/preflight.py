@@ -1,0 +1,231 @@
+"""Refuse a run that a later stage would refuse: the first node of `plan` and of every run.
+
+It reads the settings, the target's files without its weights, the initial draft's config.json and the first rows of
+the sources: seconds, no weights and no GPU. What only a later stage can see is refused there: rows after those
+(prepare), tensors of the target (fetch_target) and of the initial draft (build_vocab).
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from eagle3.config.checks import check_lengths, check_processes, check_sampled_sources
+from eagle3.config.data import SourceConfig
+from eagle3.config.resources import PodDisks
+from eagle3.config.run import RunSettings
+from eagle3.data.prepare import check_sources
+from eagle3.data.sources import pin_sources, resolve_source
+from eagle3.draft.initial import check_settings, read_settings, resolve_initial
+from eagle3.draft.model import DraftConfig
+from eagle3.draft.speculators import expected_shapes
+from eagle3.export import check_public_name
+from eagle3.planning.accelerators import ACCELERATORS
+from eagle3.planning.estimates import DraftSize, draft_size
+from eagle3.planning.survey import survey
+from eagle3.planning.workload import SourceSurvey, Workload, workload
+from eagle3.shards.hidden_states import hidden_state_bytes
+from eagle3.targets.properties import aux_layer_ids, check_max_model_len
+from eagle3.targets.resolve import fetch_tokenizer, identify_target
+from eagle3.targets.size import TargetSize, check_gpu_memory, check_tensor_parallel, target_size
+from eagle3.targets.trust import sanitize
+from eagle3.targets.weights import check_target_config
+
+# float32 master weights, their gradient and two moments of the optimizer.
+TRAINED_BYTES = 16
+RAISE_TENSOR_PARALLEL = "raise fanout.tensor_parallel_size or name a larger resources.engine.accelerator"
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What a run's names stand for now, and what the first rows of its sources say.
+
+    target: name, revision and digest as `identify_target` found them. config: the target's config.json.
+    source_versions: of data.sources, then of data.excluded. init_from, init_digest: of the initial draft, empty where
+    training starts afresh. surveys: of the prompts, if any, then of data.sources; empty without rows.
+    """
+
+    target: tuple[str, str, str]
+    config: dict[str, Any]
+    public_name: str
+    source_versions: list[str]
+    init_from: str
+    init_digest: str
+    surveys: list[SourceSurvey]
+    num_heldout: int
+
+
+def preflight(cfg: RunSettings, disks: PodDisks, prompts: str, heldout: str, with_rows: bool) -> Preflight:
+    """Resolve the names in a recipe and check everything that can be checked before work starts.
+
+    Args:
+        disks: what the pods have.
+        prompts: file with prompts, or empty.
+        heldout: file with held-out prompts.
+        with_rows: False for a run that starts from shards: its prompts and sources are not read.
+
+    Raises:
+        ValueError: the first fault, with its remedy.
+        ConnectionError: where another try may help.
+    """
+    check_lengths(cfg.data, cfg.engine, cfg.regenerate, cfg.evaluate)
+    check_processes(cfg.train, cfg.resources)
+    given = [SourceConfig(path=prompts, name="train")] if prompts else []
+    if with_rows:
+        _check_names(cfg, given)
+    public_name = cfg.target.public_name or cfg.target.name
+    check_public_name(public_name)
+    target = identify_target(cfg.target)
+    name, revision, _ = target
+    init_from, init_digest = "", ""
+    if cfg.train.init_from:
+        init_from, init_digest = resolve_initial(cfg.train.init_from, cfg.train.init_revision)
+    versions: list[str] = []
+    surveys: list[SourceSurvey] = []
+    num_heldout = 0
+    with TemporaryDirectory() as target_dir:
+        fetch_tokenizer(cfg.target.model_copy(update={"revision": revision}), target_dir)
+        sanitize(target_dir)
+        config = json.loads((Path(target_dir) / "config.json").read_text())
+        check_target(cfg, config, name, disks, is_vocab_given=bool(init_digest))
+        if init_digest:
+            layer_ids = aux_layer_ids(cfg.extract.layer_ids, config["num_hidden_layers"])
+            check_settings(read_settings(init_from, init_digest, config), config, layer_ids)
+        if with_rows:
+            versions = [resolve_source(source)[1] for source in (*cfg.data.sources, *cfg.data.excluded)]
+            sources = given + pin_sources(cfg.data.sources, versions[: len(cfg.data.sources)])
+            held_out = SourceConfig(path=heldout, name="heldout")
+            surveys, num_heldout = survey(sources, held_out, target_dir, cfg.data, cfg.regenerate.enabled)
+            check_rows(cfg, config, surveys)
+    return Preflight(target, config, public_name, versions, init_from, init_digest, surveys, num_heldout)
+
+
+def _check_names(cfg: RunSettings, given: list[SourceConfig]) -> None:
+    """Refuse a run without sources, and sources whose names or weights do not go together."""
+    sources = [*given, *cfg.data.sources]
+    if not sources:
+        raise ValueError("there is nothing to train on: give prompts, data.sources or both")
+    # Sampling settings for "train", the source of the prompts, may stay in a recipe that has none.
+    check_sampled_sources(cfg.regenerate, list(dict.fromkeys(["train", *check_sources(sources)])))
+
+
+def check_target(
+    cfg: RunSettings, config: dict[str, Any], name: str, disks: PodDisks, is_vocab_given: bool = False
+) -> None:
+    """Refuse settings that do not fit this target, and a target that does not fit the pods.
+
+    Args:
+        config: the target's config.json.
+        name: of the target, for messages.
+        disks: what the pods have.
+        is_vocab_given: the draft vocabulary is the initial draft's; vocab.size is ignored.
+
+    Raises:
+        ValueError: the first fault, with its remedy.
+    """
+    check_target_config(config, name)
+    check_max_model_len(cfg.engine.max_model_len, config)
+    aux_layer_ids(cfg.extract.layer_ids, config["num_hidden_layers"])
+    if not is_vocab_given and cfg.vocab.size > config["vocab_size"]:
+        raise ValueError(
+            f"draft vocab must not exceed the target's {config['vocab_size']}, got {cfg.vocab.size}; lower vocab.size "
+            "in the recipe"
+        )
+    size = target_size(config)
+    _check_engine_gpus(cfg, size)
+    _check_trainer_gpu(cfg, config, size)
+    _check_disks(cfg, size, disks)
+
+
+def _check_engine_gpus(cfg: RunSettings, size: TargetSize) -> None:
+    gpu = ACCELERATORS[cfg.resources.engine.accelerator]
+    usable_bytes = gpu.memory_gb * 1e9 * cfg.engine.gpu_memory_utilization
+    num_gpus = cfg.fanout.tensor_parallel_size
+    longest = cfg.engine.max_model_len
+    check_tensor_parallel(size, num_gpus)
+    check_gpu_memory(size, cfg.engine.dtype, longest, num_gpus, usable_bytes, RAISE_TENSOR_PARALLEL)
+    remedy = f"for the evaluation: set evaluate.dtype to bfloat16, {RAISE_TENSOR_PARALLEL}"
+    check_gpu_memory(size, cfg.evaluate.dtype, longest, num_gpus, usable_bytes, remedy)
+
+
+def _check_trainer_gpu(cfg: RunSettings, config: dict[str, Any], size: TargetSize) -> None:
+    accelerator = cfg.resources.trainer.accelerator
+    memory = ACCELERATORS[accelerator].memory_gb * 1e9
+    # The trainer keeps the target's embedding and head in the compute dtype, two bytes a parameter.
+    tables = 2 * size.vocab_size * size.hidden_size
+    needed = draft_of(config, cfg).params * TRAINED_BYTES + 2 * tables
+    if needed > memory:
+        raise ValueError(
+            f"draft, optimizer and the target's two tables must fit on one {accelerator} of {memory / 1e9:.0f} GB, "
+            f"they take {needed / 1e9:.0f} GB; lower vocab.size or name a larger resources.trainer.accelerator"
+        )
+
+
+def _check_disks(cfg: RunSettings, size: TargetSize, disks: PodDisks) -> None:
+    # Checkpoints are bfloat16 unless they are quantised.
+    weights = size.weight_bytes("bfloat16")
+    for pod, available, needed, remedy in (
+        ("data", disks.data, weights, "raise it"),
+        ("engine", disks.engine, weights + 2 * cfg.extract.chunk_bytes, "raise it"),
+        (
+            "trainer",
+            disks.trainer,
+            weights + cfg.train.disk_budget_bytes,
+            "raise it or lower train.disk_budget_bytes",
+        ),
+    ):
+        if needed > available:
+            raise ValueError(
+                f"resources.{pod}.ephemeral_storage must hold {needed / 1e9:.0f} GB, the target's files included, it is "
+                f"{available / 1e9:.0f} GB; {remedy}"
+            )
+
+
+def check_rows(cfg: RunSettings, config: dict[str, Any], surveys: Sequence[SourceSurvey]) -> None:
+    """Refuse rows that are too few, and chunks that the trainer could not hold.
+
+    Raises:
+        ValueError: if rows, all of them counted, fill fewer shards than data.min_shards, or the groups of chunks may exceed the trainer's
+            disk budget.
+    """
+    work = expected_work(cfg, surveys)
+    is_certain = all(s.basis == "counted" for s in surveys) and not any(s.weight for s in cfg.data.sources)
+    if is_certain and work.shards < cfg.data.min_shards:
+        raise ValueError(
+            f"{work.rows} usable rows fill {work.shards} shards of data.rows_per_shard = {cfg.data.rows_per_shard}, "
+            f"data.min_shards = {cfg.data.min_shards} are required; add rows or lower one of them"
+        )
+    # A trainer's process trains on one group of chunks and fetches the next.
+    groups = 2 * cfg.train.shuffle_chunks * cfg.extract.chunk_bytes
+    held = min(groups, largest_state_bytes(cfg, config, work))
+    budget = cfg.train.disk_budget_bytes // (cfg.train.processes or cfg.resources.trainer.gpus)
+    if held > budget:
+        raise ValueError(
+            f"two groups of chunks take up to {held} bytes, the disk budget of a process is {budget}; lower "
+            "train.shuffle_chunks or raise train.disk_budget_bytes"
+        )
+
+
+def expected_work(cfg: RunSettings, surveys: Sequence[SourceSurvey]) -> Workload:
+    """Rows and tokens of the run; `surveys` as in `Preflight`."""
+    weights = [source.weight for source in cfg.data.sources]
+    # The prompts come first, and have no weight.
+    weights = [0.0] * (len(surveys) - len(weights)) + weights
+    return workload(surveys, weights, cfg.data, cfg.regenerate, cfg.engine.max_model_len)
+
+
+def largest_state_bytes(cfg: RunSettings, config: dict[str, Any], work: Workload) -> int:
+    """Bytes of all hidden states before compression, every answer at its longest."""
+    layers = len(aux_layer_ids(cfg.extract.layer_ids, config["num_hidden_layers"]))
+    return hidden_state_bytes(
+        work.max_tokens, work.max_supervised, layers, config["hidden_size"], cfg.extract.encoding
+    )
+
+
+def draft_of(config: dict[str, Any], cfg: RunSettings) -> DraftSize:
+    """Size of the draft that these settings train for a target with this config.json."""
+    layer_ids = aux_layer_ids(cfg.extract.layer_ids, config["num_hidden_layers"])
+    draft = DraftConfig.from_target(config, layer_ids, min(cfg.vocab.size, config["vocab_size"]), cfg.train)
+    return draft_size(expected_shapes(draft.to_dict()))
