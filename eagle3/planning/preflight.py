@@ -187,8 +187,8 @@ def check_rows(cfg: RunSettings, config: dict[str, Any], surveys: Sequence[Sourc
     """Refuse rows that are too few, and chunks that the trainer could not hold.
 
     Raises:
-        ValueError: if rows, all of them counted, fill fewer shards than data.min_shards, or the groups of chunks may exceed the trainer's
-            disk budget.
+        ValueError: if rows, all of them counted, fill fewer shards than data.min_shards, or the groups of chunks may
+            exceed the trainer's disk budget.
     """
     work = expected_work(cfg, surveys)
     is_certain = all(s.basis == "counted" for s in surveys) and not any(s.weight for s in cfg.data.sources)

@@ -1,4 +1,4 @@
-"""Settings that do not fit the target or the pods are refused; tests/workflows/test_preflight.py has whole runs."""
+"""Settings that do not fit the target or the pods are refused; tests/workflows/test_first_node.py has whole runs."""
 
 from dataclasses import replace
 from typing import Any

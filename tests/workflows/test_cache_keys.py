@@ -72,7 +72,7 @@ ALL = {"fetch_target", "prepare_data"} | ANSWERED
 ENGINES = {"regenerate_responses", "extract_hidden_states", "evaluate_draft"}
 PREPARED = {"prepare_data"}  # the rows are the same, so nothing behind runs
 NONE: set[str] = set()
-POD = {"cpu": "2", "mem": "8Gi", "ephemeral_storage": "9Gi", "pod_template": "pool"}
+POD = {"cpu": "2", "mem": "8Gi", "ephemeral_storage": "900Gi", "pod_template": "pool"}
 
 CHANGES: dict[str, dict[str, tuple[Any, set[str]]]] = {
     "target": {
@@ -166,7 +166,7 @@ CHANGES: dict[str, dict[str, tuple[Any, set[str]]]] = {
         "checkpoint_every": (7, NONE),  # what a kill costs
         "device": ("auto", NONE),  # where; the dtype is given
         "processes": (2, NONE),  # who trains which packs of a step
-        "disk_budget_bytes": (1 << 40, NONE),  # how many chunks are kept
+        "disk_budget_bytes": (1 << 37, NONE),  # how many chunks are kept
     },
     "export": {"num_speculative_tokens": (4, EXPORTED), "dtype": ("float32", EXPORTED)},
     "evaluate": {

@@ -170,7 +170,7 @@ def test_a_deleted_export_is_exported_and_evaluated_again(chain: Chain, first: d
 def test_neither_the_number_of_replicas_nor_the_pods_resources_are_in_a_key(
     chain: Chain, first: dict[str, Any]
 ) -> None:
-    asked = {"trainer": {"gpus": 2, "accelerator": "H100"}, "engine": {"spot": False}, "data": {"cpu": "2"}}
+    asked = {"trainer": {"accelerator": "H100"}, "engine": {"spot": False}, "data": {"cpu": "2"}}
     assert not any(runs for runs, _ in counts(chain.run(fanout={"replicas": 1}, resources=asked)).values())
 
 
