@@ -22,7 +22,7 @@ UNTIL_EXPORT += Counter({"regenerate_shard": 2, "extract_shard": 2})
 
 def test_a_plan_fetches_no_weights(cluster: Cluster, first: Run) -> None:
     planned = succeeded(cluster.run_workflow("plan", cluster.recipe(), file="plan.py"))
-    assert {entry.task for entry in planned.entries} == {"resolve_inputs", "fetch_tokenizer", "plan_run"}
+    assert {entry.task for entry in planned.entries} == {"resolve_inputs", "plan_run"}
     content = cluster.plane.store.read(planned.result_literal().scalar.blob.uri)
     assert content is not None
     plan = json.loads(content)

@@ -11,7 +11,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from pydantic import ValidationError
 
-from eagle3.config.data import DataConfig, VocabConfig
+from eagle3.config.data import DataConfig
 from eagle3.config.engine import (
     EngineConfig,
     EvaluateConfig,
@@ -84,10 +84,6 @@ DRIVERS: dict[str, tuple[Any, dict[str, Any]]] = {
         | {
             "data": PreparedData([SHARD], [SHARD], SHARD, FILE),
             "regenerate": RegenerateConfig(),
-            "vocab": VocabConfig(),
-            "init_from": "",
-            "init_digest": "",
-            "extract": ExtractConfig(),
             "fanout": FanOutConfig(tensor_parallel_size=2),
         },
     ),

@@ -55,8 +55,6 @@ READ_THE_HUB = {
     "fetch_target",
     "fetch_tokenizer",
     "prepare_data",
-    "plan_run",
-    "regenerate_responses",
     "build_vocab",
     "train_draft",
     "find_current_draft",
