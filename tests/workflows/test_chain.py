@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.flyte_runs import pyflyte_run, write_prompts, write_recipe
 from workflows.flyte import journal
-from workflows.flyte.summary import STAGES
+from workflows.flyte.journal import STAGES
 
 
 class Chain:

@@ -20,7 +20,6 @@ UNCACHED = Counter(
         "fetch_target_node",
         "prepare_data_node",
         "regenerate_responses",
-        "collect_agent_traces",
         "gather_token_shards",
         "extract_hidden_states",
         "gather_hidden_states",

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,20 +14,23 @@ from eagle3.config.data import DataConfig, SourceConfig, VocabConfig
 from eagle3.config.engine import EngineConfig, EvaluateConfig, FanOutConfig, TargetConfig
 from eagle3.reports.data import answer_figures
 from tests.helpers.flyte_runs import pod
-from workflows.flyte import summary
 from workflows.flyte.interfaces import Target
+from workflows.flyte.run_dir import path_for_reader, run_dir
+from workflows.flyte.serve_lines import fetch_line, serve_lines
+from workflows.flyte.terminal import answers_text
+from workflows.tasks import summarize_run
 from workflows.tasks.summarize_run import hub_target
 
 
 def test_settings_are_the_recipes_blocks_with_their_defaults() -> None:
-    settings = summary.settings([VocabConfig(size=7), FanOutConfig()])
+    settings = summarize_run.settings([VocabConfig(size=7), FanOutConfig()])
     assert settings == {"vocab": {"size": 7}, "fanout": FanOutConfig().model_dump()}
 
 
 def test_settings_keep_no_secret_of_a_url() -> None:
     source = SourceConfig(path="https://host:81/a.jsonl?token=word#word", name="a?b@c")
     fanout = FanOutConfig(server_urls=["http://host:8000", "http://host/x?word"])
-    settings = summary.settings([DataConfig(sources=[source], excluded=[source]), fanout])
+    settings = summarize_run.settings([DataConfig(sources=[source], excluded=[source]), fanout])
     assert settings["data"]["sources"][0] | {"path": "", "name": ""} == source.model_dump() | {
         "path": "",
         "name": "",
@@ -48,28 +50,23 @@ def test_a_run_name_that_is_no_directorys_is_refused(
         ValueError,
         match=f"run_name must be the name of a directory in runs/.*got {re.escape(repr(name[:200]))}",
     ):
-        summary.run_dir(name)
+        run_dir(name)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["smoke", "..a", "a b", "7", "n" * 200])
 def test_a_runs_reports_lie_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
-    assert summary.run_dir(name) == tmp_path / "runs" / name
+    assert run_dir(name) == tmp_path / "runs" / name
     assert (tmp_path / "runs" / name).is_dir()
 
 
 def test_versions_are_those_of_this_process() -> None:
-    versions = summary.versions()
+    versions = summarize_run.versions()
     for name in ("torch", "transformers", "flytekit"):
         assert versions[name] == version(name)
     assert versions["eagle3-flyte"].count(".") == 2
     assert all(versions.values())
-
-
-def test_the_date_is_now_and_says_its_zone() -> None:
-    age = datetime.now(UTC) - datetime.fromisoformat(summary.date())
-    assert timedelta(0) <= age < timedelta(seconds=5)
 
 
 def test_the_line_on_answers_adds_up_and_warns_of_the_limit() -> None:
@@ -81,19 +78,19 @@ def test_the_line_on_answers_adds_up_and_warns_of_the_limit() -> None:
         "skipped": 3,
         "at_length_limit": 240,
     }
-    text = summary.answers_text(answer_figures(accounts))
+    text = answers_text(answer_figures(accounts))
     assert text == (
         "1,200 requested = 1,190 answered + 7 failed (7 no_room) + 3 skipped; 240 at the length limit; 0 tool calls"
     )
-    low = summary.answers_text(answer_figures(accounts | {"at_length_limit": 241}))
+    low = answers_text(answer_figures(accounts | {"at_length_limit": 241}))
     assert "241 at the length limit, TOO MANY: raise regenerate.max_new_tokens" in low
-    assert summary.answers_text({}) == "the rows' own"
+    assert answers_text({}) == "the rows' own"
 
 
 def test_a_place_is_a_path_here_and_a_name_in_the_output_of_a_pod(tmp_path: Path) -> None:
-    assert summary.metadata_of(tmp_path / "report.html") == str(tmp_path / "report.html")
+    assert path_for_reader(tmp_path / "report.html") == str(tmp_path / "report.html")
     with pod(tmp_path):
-        assert summary.metadata_of(tmp_path / "report.html") == "report.html"
+        assert path_for_reader(tmp_path / "report.html") == "report.html"
 
 
 ENGINE, EVALUATE = (
@@ -101,20 +98,18 @@ ENGINE, EVALUATE = (
     EvaluateConfig(num_speculative_tokens=2),
 )
 COMMON = (
-    "--host 127.0.0.1 --dtype float32 --max-model-len 64 --no-enable-chunked-prefill --max-num-batched-tokens 64 "
+    "--dtype float32 --max-model-len 64 --no-enable-chunked-prefill --max-num-batched-tokens 64 "
     "--speculative-config"
 )
 
 
 def test_a_draft_in_a_store_is_fetched_and_a_target_of_the_hub_served_by_its_id(tmp_path: Path) -> None:
     with pod(tmp_path):
-        lines = summary.serve_lines(
-            "s3://b/target", "s3://b/it's/eagle3", ("org/model", "0123"), ENGINE, EVALUATE
-        )
+        lines = serve_lines("s3://b/target", "s3://b/it's/eagle3", ("org/model", "0123"), ENGINE, EVALUATE)
     assert list(lines) == ["Fetch", "HTTP server", "Python"]
-    assert lines["Fetch"] == summary.fetch_line("s3://b/it's/eagle3", "draft")
+    assert lines["Fetch"] == fetch_line("s3://b/it's/eagle3", "draft")
     draft = '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 2}'
-    assert lines["HTTP server"] == f"vllm serve org/model --revision 0123 {COMMON} '{draft}'"
+    assert lines["HTTP server"] == f"vllm serve org/model --host 127.0.0.1 --revision 0123 {COMMON} '{draft}'"
     assert lines["Python"].startswith(
         "llm = vllm.LLM(model='org/model', revision='0123', dtype='float32', max_model_len=64, "
     )
@@ -124,26 +119,27 @@ def test_a_draft_in_a_store_is_fetched_and_a_target_of_the_hub_served_by_its_id(
 
 def test_a_target_that_is_on_no_hub_is_fetched_beside_the_draft(tmp_path: Path) -> None:
     with pod(tmp_path):
-        lines = summary.serve_lines("s3://b/target", "s3://b/eagle3", ("", ""), ENGINE, EVALUATE)
-    fetch = (summary.fetch_line("s3://b/eagle3", "draft"), summary.fetch_line("s3://b/target", "target"))
+        lines = serve_lines("s3://b/target", "s3://b/eagle3", ("", ""), ENGINE, EVALUATE)
+    fetch = (fetch_line("s3://b/eagle3", "draft"), fetch_line("s3://b/target", "target"))
     assert lines["Fetch"] == " && ".join(fetch)
-    assert lines["HTTP server"].startswith(f"vllm serve target {COMMON}")
+    assert lines["HTTP server"].startswith(f"vllm serve target --host 127.0.0.1 {COMMON}")
 
 
 def test_what_lies_here_is_served_from_where_it_lies(tmp_path: Path) -> None:
-    lines = summary.serve_lines(
-        f"{tmp_path}/target", f"{tmp_path}/eagle3", ("org/model", "0123"), ENGINE, EVALUATE
-    )
+    lines = serve_lines(f"{tmp_path}/target", f"{tmp_path}/eagle3", ("org/model", "0123"), ENGINE, EVALUATE)
     assert list(lines) == ["HTTP server", "Python"]
-    assert f" {tmp_path}/target {COMMON}" in lines["HTTP server"]
+    assert f" {tmp_path}/target --host 127.0.0.1 {COMMON}" in lines["HTTP server"]
     assert f'"model": "{tmp_path}/eagle3"' in lines["HTTP server"]
     assert "org/model" not in "".join(lines.values())
 
 
 def test_a_split_target_is_served_on_as_many_gpus(tmp_path: Path) -> None:
-    lines = summary.serve_lines("target", "draft", ("", ""), ENGINE, EVALUATE, 4)
+    lines = serve_lines("target", "draft", ("", ""), ENGINE, EVALUATE, 4)
     assert "--max-model-len 64 --tensor-parallel-size 4 --no-enable" in lines["HTTP server"]
-    assert "vllm.LLM(model='target', tensor_parallel_size=4, dtype" in lines["Python"]
+    assert (
+        "vllm.LLM(model='target', dtype='float32', max_model_len=64, tensor_parallel_size=4"
+        in lines["Python"]
+    )
 
 
 @pytest.mark.parametrize("name", ["draft", "it's"])
@@ -155,7 +151,7 @@ def test_the_line_that_fetches_copies_a_directory_as_it_is_into_another(tmp_path
     (tmp_path / "here").mkdir()
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     for _ in range(2):
-        line = summary.fetch_line(f"file://{source}", "copy")
+        line = fetch_line(f"file://{source}", "copy")
         subprocess.run(["bash", "-euc", line], cwd=tmp_path / "here", env=environment, check=True, timeout=60)
     copied = {
         str(path.relative_to(tmp_path / "here")) for path in (tmp_path / "here").rglob("*") if path.is_file()

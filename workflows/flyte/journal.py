@@ -1,7 +1,7 @@
-"""What ran and what came from the cache in this process: local runs execute every task in one.
+"""What ran and what came from the cache in this process: a local run executes every task in one.
 
-A stage is the module a task lives in: `workflows.tasks.train_draft.train_draft` belongs to stage `train_draft`. Pods keep no
-journal; there Flyte's console shows the same.
+A stage is the module of a task: `workflows.tasks.train_draft.train_draft` belongs to stage `train_draft`. Pods keep no
+journal; Flyte's console shows the same.
 """
 
 import threading
@@ -9,6 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+STAGES = (
+    "prepare_data",
+    "regenerate_responses",
+    "build_vocab",
+    "extract_hidden_states",
+    "train_draft",
+    "export_draft",
+    "evaluate_draft",
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +36,7 @@ _lock = threading.Lock()
 
 
 def start() -> None:
-    """Forget earlier runs; the driver's first task calls it."""
+    """Forget earlier runs. The first task of a run calls it."""
     with _lock:
         _entries.clear()
 
@@ -40,6 +51,19 @@ def entries() -> list[Entry]:
     """All entries since `start`, in order."""
     with _lock:
         return list(_entries)
+
+
+def by_stage() -> list[dict[str, Any]]:
+    """Name, seconds, executions (`runs`) and cache hits (`cached`) of each stage; a hit's seconds are those of the look-up."""
+    summed = []
+    for name in STAGES:
+        mine = [e for e in entries() if e.stage == name]
+        num_cached = sum(e.cached for e in mine)
+        seconds = round(sum(e.seconds for e in mine), 3)
+        summed.append(
+            {"name": name, "seconds": seconds, "runs": len(mine) - num_cached, "cached": num_cached}
+        )
+    return summed
 
 
 @contextmanager

@@ -9,8 +9,8 @@ import images
 from workflows.flyte import store
 from workflows.flyte.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
 from workflows.flyte.pods import LIGHT
+from workflows.flyte.run_dir import run_dir, write_text
 from workflows.flyte.stage import recoverable
-from workflows.flyte.summary import run_dir, write_text
 from workflows.tasks.take_shards import identity
 
 

@@ -22,8 +22,8 @@ from eagle3.config.training import ExportConfig, TrainConfig
 from workflows.flyte import store
 from workflows.flyte.interfaces import ResolvedInputs
 from workflows.flyte.pods import LIGHT
+from workflows.flyte.run_dir import run_dir, write_text
 from workflows.flyte.stage import recoverable
-from workflows.flyte.summary import run_dir, write_text
 
 
 @task(container_image=images.CPU, retries=2, enable_deck=True, deck_fields=(), **LIGHT)

