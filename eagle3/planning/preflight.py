@@ -5,10 +5,8 @@ the sources: seconds, no weights and no GPU. What only a later stage can see is 
 (prepare), tensors of the target (fetch_target) and of the initial draft (build_vocab).
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -31,7 +29,7 @@ from eagle3.targets.properties import aux_layer_ids, check_max_model_len
 from eagle3.targets.resolve import fetch_tokenizer, identify_target
 from eagle3.targets.size import TargetSize, check_gpu_memory, check_tensor_parallel, target_size
 from eagle3.targets.trust import sanitize
-from eagle3.targets.weights import check_target_config
+from eagle3.targets.weights import check_target_config, read_config
 
 # float32 master weights, their gradient and two moments of the optimizer.
 TRAINED_BYTES = 16
@@ -88,7 +86,7 @@ def preflight(cfg: RunSettings, disks: PodDisks, prompts: str, heldout: str, wit
     with TemporaryDirectory() as target_dir:
         fetch_tokenizer(cfg.target.model_copy(update={"revision": revision}), target_dir)
         sanitize(target_dir)
-        config = json.loads((Path(target_dir) / "config.json").read_text())
+        config = read_config(target_dir, name)
         check_target(cfg, config, name, disks, is_vocab_given=bool(init_digest))
         if init_digest:
             layer_ids = aux_layer_ids(cfg.extract.layer_ids, config["num_hidden_layers"])

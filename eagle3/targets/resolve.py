@@ -1,19 +1,17 @@
 """Which model a name means: a hub id, a directory here or at a URL, or a GGUF file, identified and fetched into one directory."""
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import fsspec
 
 from eagle3.config.engine import TargetConfig
-from eagle3.files import copy_file, digest_of, file_sha256, file_version, read_bytes
+from eagle3.files import copy_file, digest_of, file_sha256, file_version
 from eagle3.targets.chat_template import put_chat_template, read_chat_template
 from eagle3.targets.hub import download_from_hub, hub_commit
 from eagle3.uris import base_name, redact, redact_secrets, uri_kind
@@ -99,35 +97,6 @@ def _identify_model(cfg: TargetConfig) -> tuple[str, str, str]:
         *(part for name, f in zip(names, files, strict=True) for part in (name, file_sha256(f)))
     )
     return cfg.public_name or path.name.removesuffix(".gguf"), digest, digest
-
-
-@redact_secrets()
-def read_config(cfg: TargetConfig) -> dict[str, Any]:
-    """Read a target's config.json alone, by which settings are refused before its weights are fetched.
-
-    Returns:
-        Nothing for a GGUF file: its metadata take seconds to read, and the target lies on this machine.
-
-    Raises:
-        ValueError: if there is none; names the target and the remedy.
-        ConnectionError: where another try may help.
-    """
-    kind = target_kind(cfg.name)
-    if kind == "gguf":
-        return {}
-    with TemporaryDirectory() as directory:
-        place = cfg.name.rstrip("/") if kind == "url" else str(Path(cfg.name).expanduser())
-        if kind == "hub":
-            place = directory
-            download_from_hub("target", cfg.name, cfg.revision, directory, ["config.json"])
-        text = read_bytes(f"{place}/config.json")
-    try:
-        config: dict[str, Any] = json.loads(text or b"")
-    except ValueError as e:
-        raise ValueError(
-            f"target {redact(cfg.name)} has no readable config.json ({e}); give one that save_pretrained wrote"
-        ) from e
-    return config
 
 
 @redact_secrets()

@@ -33,23 +33,33 @@ class TargetTensors:
 
 
 def check_target_dir(target_dir: str | Path) -> dict[str, Any]:
-    """Read config.json and make sure that weights lie beside it and the architecture is one that a draft can be built for.
+    """Read config.json, and make sure that weights are next to it and that a draft can be built for the architecture.
 
     Raises:
         ValueError: names the directory, what is missing, and the remedy.
     """
     root = Path(target_dir)
-    try:
-        config: dict[str, Any] = json.loads((root / "config.json").read_text())
-    except (OSError, ValueError) as e:
-        raise ValueError(
-            f"{root} holds no readable config.json ({e}); give a model directory, hub id or .gguf file"
-        ) from e
+    config = read_config(root, root)
     if not any(root.glob("*.safetensors")):
         raise ValueError(
             f"{root} holds no *.safetensors file; save it with save_pretrained, or give a hub id or .gguf file"
         )
     check_target_config(config, root)
+    return config
+
+
+def read_config(target_dir: str | Path, name: str | Path) -> dict[str, Any]:
+    """A target's config.json; `name` is what messages call the target.
+
+    Raises:
+        ValueError: if there is none, or it is not JSON.
+    """
+    try:
+        config: dict[str, Any] = json.loads((Path(target_dir) / "config.json").read_text())
+    except (OSError, ValueError) as e:
+        raise ValueError(
+            f"{name} holds no readable config.json ({e}); give a model directory, hub id or .gguf file"
+        ) from e
     return config
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from eagle3.config.engine import TargetConfig
 from eagle3.targets import resolve
-from eagle3.targets.resolve import fetch_target, fetch_tokenizer, identify_target, read_config
+from eagle3.targets.resolve import fetch_target, fetch_tokenizer, identify_target
 
 REMEDIES = {
     "absent.gguf": "no such GGUF file",
@@ -197,40 +197,3 @@ def test_a_url_without_a_model_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             identify_target(TargetConfig(name=url))
-
-
-def test_a_config_is_read_alone_wherever_the_target_lies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = write_target(tmp_path / "tiny")
-    (directory / "config.json").write_text('{"max_position_embeddings": 7}')
-    assert read_config(TargetConfig(name=str(directory))) == {"max_position_embeddings": 7}
-    fsspec.filesystem("memory").put(f"{directory}/config.json", "/read_config/config.json")
-    assert read_config(TargetConfig(name="memory://read_config/")) == {"max_position_embeddings": 7}
-    asked = []
-
-    def download(what: str, name: str, revision: str, out: str, patterns: list[str]) -> None:
-        asked.append((what, name, revision, patterns))
-        Path(out, "config.json").write_text('{"max_position_embeddings": 9}')
-
-    monkeypatch.setattr(resolve, "download_from_hub", download)
-    assert read_config(TargetConfig(name="org/model", revision="0123")) == {"max_position_embeddings": 9}
-    assert asked == [("target", "org/model", "0123", ["config.json"])]
-
-
-def test_the_config_of_a_gguf_file_is_not_looked_for(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"")
-    assert read_config(TargetConfig(name=str(tmp_path / "model.gguf"))) == {}
-
-
-@pytest.mark.parametrize("content", ["", "{", None])
-def test_a_config_that_cannot_be_read_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
-) -> None:
-    def download(what: str, name: str, revision: str, out: str, patterns: list[str]) -> None:
-        if content is not None:
-            Path(out, "config.json").write_text(content)
-
-    monkeypatch.setattr(resolve, "download_from_hub", download)
-    with pytest.raises(ValueError, match=r"target org/model has no readable config\.json"):
-        read_config(TargetConfig(name="org/model"))

@@ -1,6 +1,5 @@
 """The target as one directory: config, tokenizer, safetensors; or without its weights, where they are not needed."""
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,13 +49,13 @@ def fetch_tokenizer(target: TargetConfig, ref: TargetRef, target_digest: str) ->
     """The same target, its directory without weights: enough to prepare the data and to plan a run."""
     from eagle3.targets.resolve import fetch_tokenizer
     from eagle3.targets.trust import sanitize
-    from eagle3.targets.weights import check_target_config
+    from eagle3.targets.weights import check_target_config, read_config
 
     store.share_credentials()
     out = store.new_dir("tokenizer")
     fetch_tokenizer(target.model_copy(update={"revision": ref.revision}), str(out))
     sanitize(out)
-    config = json.loads((out / "config.json").read_text())
+    config = read_config(out, ref.name)
     check_target_config(config, ref.name)
     return _as_target(ref, target_digest, out, config)
 
