@@ -178,7 +178,7 @@ def closing_engines() -> Iterator[None]:
 def test_the_engine_gives_the_same_answers_at_temperature_0(tmp_path: Path, target: Path) -> None:
     files = prepared(tmp_path, target, regenerate=True)
     engine = EngineConfig(dtype="float32", max_model_len=512, max_num_seqs=1)
-    regenerate, found = RegenerateConfig(temperature=0.0, max_new_tokens=16), {}
+    regenerate, found = RegenerateConfig(temperature=0.0, max_new_tokens=16, tool_parser="hermes"), {}
     for file in [*files.shards, *files.tool_tasks]:
         out, log = tmp_path / f"answered-{file.path.name}", str(tmp_path / f"log-{file.path.stem}")
         result = play(target, file.path, out, log, engine, regenerate)

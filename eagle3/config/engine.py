@@ -74,6 +74,16 @@ class RegenerateConfig(StageConfig):
         ge=1,
         description="answers with tool calls in a row, after which a conversation ends and is counted",
     )
+    tool_parser: str = Field(
+        default="",
+        description="parser of the target's tool calls, as `vllm serve --tool-call-parser` takes it, such as hermes; "
+        "rows with tools need one",
+    )
+    reasoning_parser: str = Field(
+        default="",
+        description="parser of the target's thoughts, as `vllm serve --reasoning-parser` takes it, such as qwen3; "
+        "empty: thoughts are a part of the content",
+    )
     seed: int = Field(default=0, description="engine seed")
 
     def sampling(self, source: str) -> tuple[float, float, int]:

@@ -133,7 +133,7 @@ def _play(engine: Any, request: dict[str, Any], report: Report) -> dict[str, Any
         rows = read_token_shard(request["token_shard_path"])
         player = AnswerGenerator(rows, engine.target_dir, cfg, request["max_model_len"], log)
         requests = player.start()
-        report.begin(player.num_turns, "user turns", lambda: player.num_turns_over)
+        report.begin(player.num_turns, "user turns", lambda: player.num_turns_done)
         if requests:
             engine.play(requests, player.follow, cfg.seed, report)
     answered, counts = player.result()

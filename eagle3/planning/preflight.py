@@ -24,6 +24,7 @@ from eagle3.planning.accelerators import ACCELERATORS
 from eagle3.planning.estimates import DraftSize, draft_size
 from eagle3.planning.survey import survey
 from eagle3.planning.workload import SourceSurvey, Workload, workload
+from eagle3.regenerate.parsers import check_parsers
 from eagle3.shards.hidden_states import hidden_state_bytes
 from eagle3.targets.properties import aux_layer_ids, check_max_model_len
 from eagle3.targets.resolve import fetch_tokenizer, identify_target
@@ -70,6 +71,7 @@ def preflight(cfg: RunSettings, disks: PodDisks, prompts: str, heldout: str, wit
     """
     check_lengths(cfg.data, cfg.engine, cfg.regenerate, cfg.evaluate)
     check_processes(cfg.train, cfg.resources)
+    check_parsers(cfg.regenerate, has_tools=False)
     given = [SourceConfig(path=prompts, name="train")] if prompts else []
     if with_rows:
         _check_names(cfg, given)
@@ -182,12 +184,13 @@ def _check_disks(cfg: RunSettings, size: TargetSize, disks: PodDisks) -> None:
 
 
 def check_rows(cfg: RunSettings, config: dict[str, Any], surveys: Sequence[SourceSurvey]) -> None:
-    """Refuse rows that are too few, and chunks that the trainer could not hold.
+    """Refuse rows that are too few, tool tasks without a parser, and chunks that the trainer could not hold.
 
     Raises:
-        ValueError: if rows, all of them counted, fill fewer shards than data.min_shards, or the groups of chunks may
-            exceed the trainer's disk budget.
+        ValueError: if rows have tools and no tool parser is set; if rows, all of them counted, fill fewer shards than
+            data.min_shards; if the groups of chunks may exceed the trainer's disk budget.
     """
+    check_parsers(cfg.regenerate, has_tools=any(s.tool_tasks for s in surveys))
     work = expected_work(cfg, surveys)
     is_certain = all(s.basis == "counted" for s in surveys) and not any(s.weight for s in cfg.data.sources)
     if is_certain and work.shards < cfg.data.min_shards:

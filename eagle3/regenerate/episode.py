@@ -1,32 +1,28 @@
-"""One conversation under way: what the target is asked next, and the token rows that its answers become.
+"""One conversation in progress: what the target is asked next, and the token rows that its answers become.
 
-The history is the target's own. The next prompt is what serving would feed: the messages so far, the target's among them, as its
-chat template writes them. Where that begins with the row so far, the row goes on, token for token, with what the template writes
-behind it; where the template writes earlier turns otherwise (dropped thoughts, trimmed text), a new row begins with the whole
-prompt. No token is trained twice.
+The next prompt is what serving would feed: the messages so far, with the target's own answers, as its chat template
+writes them. Where that text begins with the row so far, the row continues, token for token, with what follows in the
+text; where the template writes earlier turns differently (dropped thoughts, trimmed text), a new row begins with the
+whole prompt. No token is trained twice.
 
     row       <s>user⏎Hi</s>⏎<s>assistant⏎ | Hello!</s> |
     rendered  <s>user⏎Hi</s>⏎<s>assistant⏎   Hello!</s>   ⏎<s>user⏎Bye</s>⏎<s>assistant⏎
-    behind it                                             ⏎<s>user⏎Bye</s>⏎<s>assistant⏎
+    the rest                                              ⏎<s>user⏎Bye</s>⏎<s>assistant⏎
 """
 
 import logging
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from eagle3.data.chat import encode_rows, prompt_row
 from eagle3.data.conversations import BadRow, Conversation, Message
 from eagle3.data.pieces import Piece
 from eagle3.data.script import Script
 from eagle3.files import digest_of
-from eagle3.regenerate.answer_text import AnswerForm
 from eagle3.regenerate.answers import Answer
+from eagle3.regenerate.parsers import AnswerReader
 from eagle3.shards.tokens import TokenRow
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # The first token of an answer comes from the target's own prefill and is never drafted, so shorter answers train nothing.
 MIN_ANSWER_TOKENS = 2
@@ -46,15 +42,22 @@ class Limits:
 class Episode:
     """The conversation of one prompt row.
 
-    `prompt` is what is asked next, None when it is over; `num_answers` were taken. `counts` are JSON-ready: user turns
-    `requested` = `answered` + `failed` + `skipped` (behind one that failed); `failed: <reason>`; answers `at_length_limit`;
-    `tool_calls`.
+    `prompt` is asked next, None when the conversation is over. `counts` are JSON-ready: user turns `requested` =
+    `answered` + `failed` + `skipped` (after a failed one); `failed: <reason>`; answers `at_length_limit`; `tool_calls`.
+
+    Args:
+        row: the prompt, with a script if anything can follow the first answer.
+        limits: of the engine and the settings.
+        reader: reads the answers of a row with a script.
+        end_ids: tokens that end an answer.
     """
 
     def __init__(
-        self, row: TokenRow, limits: Limits, tokenizer: "PreTrainedTokenizerBase | None", end_ids: list[int]
+        self, row: TokenRow, limits: Limits, reader: AnswerReader | None, end_ids: list[int]
     ) -> None:
-        self.row, self.limits, self.end_ids = row, limits, set(end_ids)
+        self.row = row
+        self.limits = limits
+        self.end_ids = set(end_ids)
         self.prompt: list[int] | None = list(row.token_ids)
         self.num_answers = 0
         self.rows: list[TokenRow] = []
@@ -62,21 +65,20 @@ class Episode:
         self.script = Script.from_json(row.script) if row.script else None
         self.counts = Counter(requested=1 + len(self.script.turns if self.script else []))
         if self.script:
-            assert tokenizer is not None
-            self.tokenizer = tokenizer
-            self.form = AnswerForm.of(tokenizer, self.script.tools, self.script.thinking)
+            assert reader is not None
+            self.reader = reader
             self.messages = list(self.script.messages)
             self.text = "".join(piece.text for piece in self._render())
             self.turns_left = list(self.script.turns)
             self.rounds_left = limits.max_tool_rounds
 
     @property
-    def num_turns_over(self) -> int:
+    def num_turns_done(self) -> int:
         """User turns for which nothing more is asked."""
         return self.counts["answered"] + self.counts["failed"] + self.counts["skipped"]
 
     def take(self, answer: Answer) -> None:
-        """Go on behind the target's answer to `prompt`."""
+        """Add the target's answer to `prompt`, and find the next prompt."""
         assert self.prompt is not None
         self.num_answers += 1
         if len(answer.token_ids) < MIN_ANSWER_TOKENS:
@@ -92,36 +94,34 @@ class Episode:
         elif cut:
             self._end("at_length_limit")
         else:
-            self._go_on(answer)
+            self._continue(self.script, answer.token_ids)
 
-    def _go_on(self, answer: Answer) -> None:
-        """The target's words become a message of the history, and the script says what follows."""
-        num_words = len(answer.token_ids) - (answer.token_ids[-1] in self.end_ids)
-        before = self.ids[-len(answer.token_ids) - 1]
+    def _continue(self, script: Script, answer: list[int]) -> None:
+        """Read the answer as a message of the history, and ask what the script has next."""
+        words = answer[:-1] if answer[-1] in self.end_ids else answer
+        before = self.ids[-len(answer) - 1]
         try:
-            message = self.form.read(self._decode_behind(before, answer.token_ids[:num_words]))
-            follow = self._what_follows(message)
-            if follow:
-                self.messages += [message, *follow]
-                self._ask_behind(
-                    self.text + self._decode_behind(before, answer.token_ids), answer.token_ids[-1]
-                )
+            text = self._decode_after(before, words)
+            message = self.reader.read(text, words, script)
+            next_messages = self._next_messages(script, message)
+            if next_messages:
+                self.messages += [message, *next_messages]
+                self._ask(self.text + self._decode_after(before, answer), answer[-1])
         except BadRow as e:
             self._end(e.reason)
         except Exception as e:
-            # An answer that a template or a tool's schema trips over must not end the shard: it would do so at every attempt.
+            # A template or a tool's schema that fails on an answer must not end the shard: it would at every attempt.
             logger.warning("row %s: nothing can follow on an answer (%r)", self.row.sample_id, e)
             self._end("unforeseen")
 
-    def _what_follows(self, message: Message) -> list[Message]:
-        """Tool results, or the next user turn; nothing if the conversation is over."""
-        assert self.script is not None
+    def _next_messages(self, script: Script, message: Message) -> list[Message]:
+        """Tool results, or the next user turn; empty if the conversation is over."""
         calls = message.get("tool_calls", [])
         for call in calls:
             # Servers give ids to calls that come without one, and some templates want nine characters.
             self.counts["tool_calls"] += 1
             call.setdefault("id", f"call{self.counts['tool_calls']:05d}")
-        if not calls or not self.script.recorded.results:
+        if not calls or not script.recorded.results:
             # A task that records no results asks for the calls alone.
             self.counts["answered"] += 1
             self.rounds_left = self.limits.max_tool_rounds
@@ -130,7 +130,7 @@ class Episode:
                 return []
             return self.turns_left.pop(0)
         self.rounds_left -= 1
-        results = [self.script.recorded.replay(call) for call in calls]
+        results = [script.recorded.replay(call) for call in calls]
         if None in results or not self.rounds_left:
             self._end("call_not_recorded" if None in results else "too_many_calls")
             return []
@@ -139,29 +139,30 @@ class Episode:
             for call, result in zip(calls, results, strict=True)
         ]
 
-    def _ask_behind(self, text: str, last_id: int) -> None:
-        """Ask what stands behind `text`, the row so far with its last token, or begin a new row."""
+    def _ask(self, text: str, last_id: int) -> None:
+        """Ask the messages so far: after `text`, the row so far with its last token, or in a new row."""
         pieces = self._render()
         self.text = "".join(piece.text for piece in pieces)
-        new_ids = self._ids_behind(pieces, text, last_id) if self.text.startswith(text) else None
+        new_ids = self._ids_after(text, last_id, pieces) if self.text.startswith(text) else None
         if new_ids is None:
             self._close_row()
-            new_ids = encode_rows(self.tokenizer, [pieces])[0].token_ids
+            new_ids = encode_rows(self.reader.tokenizer, [pieces])[0].token_ids
         self.ids += new_ids
         self.mask += [False] * len(new_ids)
         self.prompt = list(self.ids)
         if len(self.ids) + self.limits.max_new_tokens > self.limits.max_model_len:
             self._end("no_room")
 
-    def _ids_behind(self, pieces: list[Piece], text: str, last_id: int) -> list[int] | None:
-        """Tokens behind `text`; None if its last token does not stand there alone."""
-        # That token goes along: some tokenizers put a space behind it. The empty piece stands for the begin of the whole text.
-        behind = [Piece("", 0), *_behind(pieces, len(text) - len(self._decode([last_id])))]
-        first_id, *new_ids = encode_rows(self.tokenizer, [behind])[0].token_ids
+    def _ids_after(self, text: str, last_id: int, pieces: list[Piece]) -> list[int] | None:
+        """Tokens of the pieces after `text`; None if the tokenizer merges its last token with what follows."""
+        # The last token is encoded with the rest: some tokenizers put a space after it. The empty piece is the begin
+        # of the whole text.
+        rest = [Piece("", 0), *_drop_chars(pieces, len(text) - len(self._decode([last_id])))]
+        first_id, *new_ids = encode_rows(self.reader.tokenizer, [rest])[0].token_ids
         return new_ids if first_id == last_id else None
 
     def _end(self, failure: str) -> None:
-        """Nothing more is asked. failure: why the user turn under way has no answer, or ""."""
+        """Ask nothing more. failure: why the current user turn has no answer, or ""."""
         if failure:
             self.counts.update(["failed", f"failed: {failure}"])
         self.counts["skipped"] = self.counts["requested"] - self.counts["answered"] - self.counts["failed"]
@@ -181,21 +182,18 @@ class Episode:
 
     def _render(self) -> list[Piece]:
         assert self.script is not None
-        return prompt_row(
-            self.tokenizer, Conversation(self.messages, self.script.tools), self.script.thinking
-        )
+        conversation = Conversation(self.messages, self.script.tools)
+        return prompt_row(self.reader.tokenizer, conversation, self.script.thinking)
 
-    def _decode_behind(self, before: int, token_ids: list[int]) -> str:
-        """The text of tokens as it stands behind another one: alone, SentencePiece tokens would lose a space at their begin."""
+    def _decode_after(self, before: int, token_ids: list[int]) -> str:
+        """The text of tokens after another one: alone, SentencePiece tokens would lose a space at their begin."""
         return self._decode([before, *token_ids]).removeprefix(self._decode([before]))
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(
-            self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        return str(self.reader.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
 
-def _behind(pieces: list[Piece], num_chars: int) -> list[Piece]:
+def _drop_chars(pieces: list[Piece], num_chars: int) -> list[Piece]:
     """The pieces without their first characters."""
     left = []
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""The regenerate stage: every waiting row of a token shard is answered by the target, turn by turn, and accounted for."""
+"""The regenerate stage: the target answers every prompt row of a token shard, chats and tool tasks, turn by turn."""
 
 import logging
 from collections import Counter
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from eagle3.config.engine import RegenerateConfig
 from eagle3.data.chat import load_chat_tokenizer
+from eagle3.data.script import Script
 from eagle3.regenerate.answer_log import AnswerLog
 from eagle3.regenerate.answers import Answer, Request, Sampling
 from eagle3.regenerate.episode import MIN_ANSWER_TOKENS, Episode, Limits
+from eagle3.regenerate.parsers import AnswerReader, check_parsers
 from eagle3.shards.tokens import TokenRow
 from eagle3.targets.properties import end_of_turn_ids
 
@@ -18,16 +20,17 @@ logger = logging.getLogger(__name__)
 
 
 class AnswerGenerator:
-    """All conversations of a shard: `num_turns_over` of `num_turns` user turns need no more answers.
+    """All conversations of a shard: `num_turns_done` of `num_turns` user turns need no more answers.
 
     Args:
-        rows: prompts, all-False masks, and rows that have answers already, which stay as they are.
+        rows: prompts, with masks that are all False, and rows that have answers already, which stay unchanged.
         target_dir: for its tokenizer and chat template, where a conversation has more than one answer.
+        cfg: sampling, limits and parsers.
         max_model_len: of the engine.
-        log: answers of earlier attempts are taken from it, new ones kept in it.
+        log: answers of earlier attempts are taken from it, new ones are added to it.
 
     Raises:
-        ValueError: if the chat template cannot play these conversations.
+        ValueError: if rows have tools and no parser reads the target's calls.
     """
 
     def __init__(
@@ -38,20 +41,24 @@ class AnswerGenerator:
         max_model_len: int,
         log: AnswerLog,
     ) -> None:
-        self.rows, self.log = rows, log
-        tokenizer = load_chat_tokenizer(target_dir) if any(row.script for row in rows) else None
+        self.rows = rows
+        self.log = log
         end_ids = end_of_turn_ids(target_dir)
+        scripts = [Script.from_json(row.script) for row in rows if row.script]
+        check_parsers(cfg, any(script.tools for script in scripts))
+        reader = AnswerReader(load_chat_tokenizer(target_dir), cfg) if scripts else None
         self.sampling = {source: Sampling(*cfg.sampling(source)) for source in {row.source for row in rows}}
         self.episodes: dict[int, Episode] = {}
         for i, row in enumerate(rows):
             if not any(row.loss_mask):
                 limits = Limits(max_model_len, self.sampling[row.source].max_new_tokens, cfg.max_tool_rounds)
-                self.episodes[i] = Episode(row, limits, tokenizer, end_ids)
+                self.episodes[i] = Episode(row, limits, reader, end_ids)
         self.num_turns = sum(episode.counts["requested"] for episode in self.episodes.values())
-        self.num_found = self.num_turns_over = 0
+        self.num_found = 0
+        self.num_turns_done = 0
 
     def start(self) -> dict[int, Request]:
-        """What is to be asked first, by the row's number, behind the answers that the log has."""
+        """The first requests, by the row's number, after the answers that the log has."""
         requests = {}
         for i, episode in self.episodes.items():
             while episode.prompt and (answer := self.log.find(i, episode.num_answers, episode.prompt)):
@@ -64,7 +71,7 @@ class AnswerGenerator:
         return requests
 
     def follow(self, i: int, answer: Answer) -> Request | None:
-        """Take the answer of row i; returns what is to be asked next in its conversation."""
+        """Take the answer of row i; returns the next request of its conversation."""
         episode = self.episodes[i]
         assert episode.prompt is not None
         self.log.add(i, episode.num_answers, episode.prompt, answer)
@@ -72,7 +79,7 @@ class AnswerGenerator:
         return self._request(i)
 
     def result(self) -> tuple[list[TokenRow], dict[str, int]]:
-        """The rows in order, without those that nothing can be learnt from, and the sum of the episodes' counts."""
+        """The rows in order, without those that train nothing, and the sum of the episodes' counts."""
         done = [
             row
             for i, row in enumerate(self.rows)
@@ -82,9 +89,9 @@ class AnswerGenerator:
         return done, {"conversations": len(self.episodes)} | dict(total)
 
     def _take(self, episode: Episode, answer: Answer) -> None:
-        before = episode.num_turns_over
+        before = episode.num_turns_done
         episode.take(answer)
-        self.num_turns_over += episode.num_turns_over - before
+        self.num_turns_done += episode.num_turns_done - before
 
     def _request(self, i: int) -> Request | None:
         prompt = self.episodes[i].prompt
@@ -93,41 +100,40 @@ class AnswerGenerator:
 
 def outcomes_text(counts: dict[str, int]) -> str:
     """One line for people: requested = answered + failed + skipped, failures by reason."""
-    failures = sorted(
-        (name.partition(": ")[2], number) for name, number in counts.items() if name.startswith("failed: ")
-    )
-    reasons = ", ".join(f"{reason} {number:,}" for reason, number in failures)
+    number = {name: f"{count:,}" for name, count in sorted(counts.items())}
+    failures = [
+        f"{name.removeprefix('failed: ')} {text}"
+        for name, text in number.items()
+        if name.startswith("failed: ")
+    ]
+    reasons = f" ({', '.join(failures)})" if failures else ""
     conversations, requested, answered, failed, skipped, calls = (
-        f"{counts.get(name, 0):,}"
+        number.get(name, "0")
         for name in ("conversations", "requested", "answered", "failed", "skipped", "tool_calls")
     )
     return (
         f"{conversations} conversations, {requested} user turns requested = {answered} answered + {failed} failed"
-        f"{f' ({reasons})' if reasons else ''} + {skipped} skipped behind those; {calls} tool calls"
+        f"{reasons} + {skipped} skipped after those; {calls} tool calls"
     )
 
 
 def check_any_left(num_rows: int, counts: dict[str, int]) -> None:
-    """Refuse to go on without a single row.
+    """Refuse to continue without a single row.
 
     Args:
-        num_rows: of all shards, answered.
-        counts: what became of their conversations.
+        num_rows: of all answered shards.
+        counts: outcome counts of their conversations.
     """
     if not num_rows:
         raise ValueError(
-            f"the target must say {MIN_ANSWER_TOKENS} tokens or more in one conversation at least, got {outcomes_text(counts)}; "
+            f"the target must say at least {MIN_ANSWER_TOKENS} tokens in one conversation, got {outcomes_text(counts)}; "
             "raise regenerate.max_new_tokens if it is below that, or replace prompts that the target ends at once"
         )
 
 
 def warn_of_limit(counts: dict[str, int], where: str) -> None:
-    """Answers that pile up at the length limit end without their end of turn: the draft would learn that nothing ends."""
-    at_limit, asked = counts.get("at_length_limit", 0), counts.get("requested", 0)
-    if at_limit > WARN_AT_LIMIT * asked:
-        logger.warning(
-            "%s: %d answers to %d user turns ended at the length limit; raise regenerate.max_new_tokens",
-            where,
-            at_limit,
-            asked,
-        )
+    """Warn if many answers are cut at the length limit: they have no end of turn, so a draft would not learn it."""
+    at_limit, requested = counts.get("at_length_limit", 0), counts.get("requested", 0)
+    if at_limit > WARN_AT_LIMIT * requested:
+        text = "%s: %d answers to %d user turns ended at the length limit; raise regenerate.max_new_tokens"
+        logger.warning(text, where, at_limit, requested)

@@ -9,7 +9,7 @@ from eagle3.config.data import SourceConfig
 from eagle3.data.conversations import Conversation, to_conversation
 from eagle3.data.presets import PRESETS
 from eagle3.data.sources import read_source
-from eagle3.regenerate.answer_text import JSON_TYPES
+from eagle3.regenerate.tool_calls import JSON_TYPES
 
 PLACE = Path(__file__).parents[2] / "runs" / "bfcl"
 ROWS = {"simple_python": 400, "multiple": 200, "parallel": 200, "parallel_multiple": 200}

@@ -90,6 +90,7 @@ CONVERSATIONS = {
     "thinking": Conversation(THINKING),
     "thinking_tools": Conversation(THINKING_TOOLS, [WEATHER]),
 }
+ROWS["qwen3-coder"] = ROWS["qwen3"]
 CASES = [(name, case) for name, cases in ROWS.items() for case in cases]
 
 
@@ -163,7 +164,8 @@ def test_an_answer_stands_behind_what_serving_feeds(name: str, case: str) -> Non
     if name == "deepseek-r1" and case != "thinking":
         # Its prompt opens thoughts, which these answers do not have: they stand where its history shows them.
         prompts = [p.removesuffix("<think>\n") for p in prompts]
-    inserted = {"qwen3": "<think>\n\n</think>\n\n", "qwen3-thinking": "\n</think>\n\n"}.get(name, "")
+    empty = "<think>\n\n</think>\n\n"
+    inserted = {"qwen3": empty, "qwen3-coder": empty, "qwen3-thinking": "\n</think>\n\n"}.get(name, "")
     assert before == [p if "thinking" in case else p + inserted for p in prompts]
 
 

@@ -35,7 +35,7 @@ CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple")
 ENGINE = EngineConfig(
     dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=2, max_num_batched_tokens=1024
 )
-GREEDY = RegenerateConfig(temperature=0.0, max_new_tokens=32)
+GREEDY = RegenerateConfig(temperature=0.0, max_new_tokens=32, tool_parser="hermes")
 
 pytestmark = [
     pytest.mark.engine,

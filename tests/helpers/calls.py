@@ -1,4 +1,4 @@
-"""Tools, calls of them, and answers that hold these as text."""
+"""Tools, calls of them, and answers as messages."""
 
 from typing import Any
 
@@ -6,21 +6,6 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle3.data.chat import conversation_rows
 from eagle3.data.conversations import Conversation, Message
-from eagle3.regenerate.answer_text import AnswerForm
-from tests.helpers.formats import FORMATS
-
-# Formats whose templates write calls, and those whose generation prompts open thoughts.
-CALLING = [
-    "qwen3",
-    "qwen3-thinking",
-    "llama3.1",
-    "mistral",
-    "mistral-spaced",
-    "mistral-legacy",
-    "gpt-oss",
-    "deepseek-r1",
-]
-OPENED = {"qwen3-thinking", "deepseek-r1"}
 
 
 def tool(name: str, required: tuple[str, ...] = (), **types: Any) -> dict[str, Any]:
@@ -41,7 +26,6 @@ def call(name: str, number: str = "", **arguments: Any) -> dict[str, Any]:
     return {"id": number, **made} if number else made
 
 
-QWEN_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 OSLO = call("weather", city="Oslo")
 
 
@@ -59,7 +43,3 @@ def written(tokenizer: PreTrainedTokenizerBase, message: Message, thinking: bool
     conversation = Conversation([Message(role="user", content="Hi"), message], TOOLS)
     rows = conversation_rows(tokenizer, conversation, thinking)
     return "".join(piece.text[: piece.num_answer] for piece in rows[-1])
-
-
-def form_of(name: str, thinking: bool | None = None) -> AnswerForm:
-    return AnswerForm.of(FORMATS[name].tokenizer(), TOOLS if name in CALLING else None, thinking)

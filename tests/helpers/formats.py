@@ -74,6 +74,19 @@ QWEN3_THINKING = QWEN3[: QWEN3.rindex("{%- if add_generation_prompt")] + (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
 )
 
+# The coder models write arguments as XML, one tag an argument.
+QWEN3_CODER = QWEN3.replace(
+    """{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}""",
+    """{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for key, value in call.function.arguments.items() %}
+                {{- '<parameter=' + key + '>\\n' }}{{- value if value is string else value | tojson }}
+                {{- '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}""",
+)
+
 LLAMA31 = """
 {{- bos_token }}
 {%- set system = '' %}
@@ -245,6 +258,18 @@ def written_by_qwen3(m: Message) -> str:
     return f'{thoughts}{m["content"]}{gap}<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call><|im_end|>'
 
 
+def written_by_qwen3_coder(m: Message) -> str:
+    text = written_by_qwen3(m)
+    if "tool_calls" not in m:
+        return text
+    function = m["tool_calls"][0]["function"]
+    arguments = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in function["arguments"].items())
+    before = text.partition("<tool_call>")[0]
+    return (
+        f"{before}<tool_call>\n<function={function['name']}>\n{arguments}</function>\n</tool_call><|im_end|>"
+    )
+
+
 def written_by_llama(m: Message) -> str:
     if "tool_calls" not in m:
         return m["content"].strip() + "<|eot_id|>"
@@ -331,6 +356,9 @@ FORMATS["qwen3-thinking"] = replace(
     name="qwen3-thinking",
     template=QWEN3_THINKING,
     written=lambda m: written_by_qwen3(m).removeprefix("<think>\n"),
+)
+FORMATS["qwen3-coder"] = replace(
+    FORMATS["qwen3"], name="qwen3-coder", template=QWEN3_CODER, written=written_by_qwen3_coder
 )
 # Mistral's own tokenizers: tags as special tokens or as plain text, a space before every text or behind every special token too.
 FORMATS["mistral-spaced"] = replace(FORMATS["mistral"], name="mistral-spaced", spaced="first")

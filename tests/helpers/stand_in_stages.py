@@ -203,7 +203,10 @@ class Chain:
         base: dict[str, Any] = {
             "target": {"chat_template": "template.jinja"},
             "data": {"sources": SOURCES},
-            "regenerate": {"sources": {"train": {"top_p": 0.8}, "tasks": {"temperature": 0.0}}},
+            "regenerate": {
+                "sources": {"train": {"top_p": 0.8}, "tasks": {"temperature": 0.0}},
+                "tool_parser": "hermes",
+            },
             "train": {"dtype": "float32", "packs_per_step": 2},
         }
         merged = {name: base.get(name, {}) | blocks.get(name, {}) for name in base.keys() | blocks.keys()}

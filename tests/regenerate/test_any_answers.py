@@ -1,4 +1,5 @@
-"""Any conversation, any answers: nothing that the engine wrote is lost, changed or trained twice, prompts are the template's."""
+"""Any conversation, any answers: nothing that the engine wrote is lost, changed or trained twice, and prompts are the
+template's."""
 
 import json
 from typing import Any
@@ -13,8 +14,8 @@ from eagle3.regenerate.answers import Answer
 from eagle3.regenerate.episode import Episode, Limits
 from eagle3.shards.tokens import TokenRow
 from tests.data.test_formats import WEATHER
+from tests.helpers.episodes import end_ids, quick_reader
 from tests.helpers.formats import FORMATS
-from tests.regenerate.test_episode import end_ids
 
 WORDS = [
     "Hi",
@@ -33,7 +34,8 @@ WORDS = [
 ]
 CALLS = [
     '{"name": "weather", "arguments": {"city": "Oslo"}}',
-    '[TOOL_CALLS] [{"name": "weather", "arguments": {}}]',
+    '<tool_call>{"name": "weather", "arguments": {}}</tool_call>',
+    " to=functions.weather<|channel|>commentary json<|message|>{}",
 ]
 WITH_TOOLS = ("qwen3", "qwen3-thinking", "llama3.1", "mistral", "mistral-spaced", "mistral-legacy", "gpt-oss")
 
@@ -60,7 +62,7 @@ def conversations(draw: st.DrawFn, with_tools: bool) -> Conversation:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), name=st.sampled_from(sorted(FORMATS)), thinking=st.sampled_from([None, True, False]))
-def test_rows_hold_each_answer_once_behind_its_prompt_and_the_accounts_add_up(
+def test_rows_hold_each_answer_once_after_its_prompt_and_the_counts_add_up(
     data: Any, name: str, thinking: bool | None
 ) -> None:
     tokenizer, ends = FORMATS[name].tokenizer(), end_ids(name)
@@ -73,7 +75,7 @@ def test_rows_hold_each_answer_once_behind_its_prompt_and_the_accounts_add_up(
     ids = encode_rows(tokenizer, [pieces])[0].token_ids
     limits = Limits(data.draw(st.sampled_from([300, 2000])), 30, data.draw(st.integers(1, 3)))
     row = TokenRow("o:c", "s", ids, [False] * len(ids), script.to_json() if script.goes_on else "")
-    episode = Episode(row, limits, tokenizer, ends)
+    episode = Episode(row, limits, quick_reader(name), ends)
     trained: list[tuple[list[int], list[int]]] = []
     while episode.prompt is not None:
         prompt = list(episode.prompt)

@@ -1,26 +1,28 @@
-"""Conversations played by a target that says what it is told: the rows are those that the finished conversation would give."""
+"""Conversations with a target that answers as a test tells it: the rows are those that the finished conversation gives."""
 
 import json
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from tokenizers import decoders
 
-from eagle3.data.chat import EncodedRow, conversation_rows, encode_rows, prompt_row
+from eagle3.config.engine import RegenerateConfig
+from eagle3.data.chat import conversation_rows, encode_rows, prompt_row
 from eagle3.data.conversations import Conversation, Message
 from eagle3.data.script import script_of
 from eagle3.data.template import TODAY
 from eagle3.regenerate.answers import Answer
 from eagle3.regenerate.episode import Episode, Limits
+from eagle3.regenerate.parsers import AnswerReader
 from eagle3.shards.tokens import TokenRow
 from tests.data.test_formats import CALL, CONVERSATIONS, MULTI, TOOLS, WEATHER, assistant, user
+from tests.helpers import episodes
+from tests.helpers.episodes import LIMITS, end_ids, quick_reader, runs, words
 from tests.helpers.formats import FORMATS
 from tests.helpers.tiny_tokenizer import train_spaced_tokenizer
 
-LIMITS = Limits(max_model_len=2048, max_new_tokens=64, max_tool_rounds=4)
-OTHER_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
-# In each, the model's own words as the template's history repeats them; formats and conversations that go on behind an answer.
+# Formats and conversations in which the template's history repeats the model's own words.
 FAITHFUL = [
     ("smollm2", "multi"),
     ("qwen3", "thinking"),
@@ -29,61 +31,25 @@ FAITHFUL = [
     ("qwen3-thinking", "thinking_tools"),
     ("llama3.1", "multi"),
     ("llama3.1", "system"),
-    ("llama3.1", "tools"),
     ("gemma3", "system"),
     ("mistral", "system"),
-    ("mistral", "tools"),
     ("mistral-spaced", "multi"),
     ("mistral-legacy", "multi"),
     ("gpt-oss", "multi"),
     ("gpt-oss", "tools"),
     ("gpt-oss", "thinking"),
     ("gpt-oss", "thinking_tools"),
-    ("deepseek-r1", "thinking"),
 ]
 
 
 def start(
     name: str, conversation: Conversation, thinking: bool | None = None, limits: Limits = LIMITS
 ) -> Episode:
-    """The episode of a conversation whose assistant turns nobody has written yet."""
-    tokenizer = FORMATS[name].tokenizer()
-    script = script_of(conversation, thinking)
-    pieces = prompt_row(tokenizer, Conversation(script.messages, conversation.tools), thinking)
-    ids = encode_rows(tokenizer, [pieces])[0].token_ids
-    text = script.to_json() if script.goes_on else ""
-    return Episode(
-        TokenRow("opening:content", "chats", ids, [False] * len(ids), text), limits, tokenizer, end_ids(name)
-    )
-
-
-def end_ids(name: str) -> list[int]:
-    tokenizer = FORMATS[name].tokenizer()
-    tags = {
-        "<|im_end|>",
-        "<|eot_id|>",
-        "<end_of_turn>",
-        "</s>",
-        "<|return|>",
-        "<|call|>",
-        "<｜end▁of▁sentence｜>",
-    }
-    return [tokenizer.convert_tokens_to_ids(tag) for tag in tags if tag in tokenizer.get_vocab()]
-
-
-def words(name: str, text: str) -> Answer:
-    return Answer(FORMATS[name].tokenizer()(text, add_special_tokens=False)["input_ids"], "stop")
-
-
-def runs(row: EncodedRow) -> list[list[int]]:
-    pairs = zip(row.token_ids, row.loss_mask, strict=True)
-    return [
-        [token for token, _ in run] for supervised, run in groupby(pairs, lambda pair: pair[1]) if supervised
-    ]
+    return episodes.start(quick_reader(name), end_ids(name), conversation, thinking, limits)
 
 
 @pytest.mark.parametrize(("name", "case"), FAITHFUL)
-def test_a_played_conversation_gives_the_rows_of_the_written_one(name: str, case: str) -> None:
+def test_an_answered_conversation_gives_the_rows_of_the_written_one(name: str, case: str) -> None:
     conversation, tokenizer = CONVERSATIONS[case], FORMATS[name].tokenizer()
     written = encode_rows(tokenizer, conversation_rows(tokenizer, conversation))
     episode = start(name, conversation)
@@ -102,11 +68,12 @@ def test_a_played_conversation_gives_the_rows_of_the_written_one(name: str, case
 
 
 def test_every_prompt_is_what_serving_would_feed() -> None:
-    tokenizer = FORMATS["llama3.1"].tokenizer()
-    episode = start("llama3.1", Conversation(TOOLS, [WEATHER]))
-    said = ['{"name": "weather", "parameters": {"city": "Tromsø"}}<|eot_id|>', "It rains.<|eot_id|>"]
+    tokenizer = FORMATS["gpt-oss"].tokenizer()
+    episode = start("gpt-oss", Conversation(TOOLS, [WEATHER]))
+    call_text = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Tromsø"}<|call|>'
+    answers = [call_text, "<|channel|>final<|message|>It rains.<|return|>"]
     history = [TOOLS[0]]
-    for text, more in zip(said, ([assistant(call=CALL), TOOLS[2]], []), strict=True):
+    for text, more in zip(answers, ([assistant(call=CALL), TOOLS[2]], []), strict=True):
         served = tokenizer.apply_chat_template(
             history,
             tools=[WEATHER],
@@ -115,7 +82,7 @@ def test_every_prompt_is_what_serving_would_feed() -> None:
             strftime_now=TODAY.strftime,
         )
         assert episode.prompt == served
-        episode.take(words("llama3.1", text))
+        episode.take(words("gpt-oss", text))
         history += more
     assert episode.prompt is None
 
@@ -201,9 +168,10 @@ def test_parallel_calls_are_answered_in_the_order_in_which_they_were_made() -> N
     ("said", "reason"),
     [
         (qwen_call("Paris"), "call_not_recorded"),
-        (qwen_call("Oslo").replace('"arguments": {', '"arguments": '), "bad_json"),
+        (qwen_call("Oslo").replace('"arguments": {', '"arguments": '), "bad_form"),
+        (qwen_call("Oslo").replace('"Oslo"', "NaN"), "bad_json"),
         (qwen_call("Oslo").replace("weather", "wether"), "unknown_tool"),
-        (qwen_call("Oslo")[:30], "cut_off"),
+        (qwen_call("Oslo")[:30], "bad_form"),
     ],
 )
 def test_a_call_that_leads_nowhere_ends_the_conversation_counted_and_trained(said: str, reason: str) -> None:
@@ -311,11 +279,10 @@ def test_a_space_at_the_begin_of_an_answer_that_decoding_cuts_off_begins_no_row(
     )["input_ids"]
     assert tokenizer.decode(written[len(begun) :]).startswith("Hello")
     end_id = written[-1]
-    episode = Episode(
-        TokenRow("o:c", "chats", ids, [False] * len(ids), script.to_json()), LIMITS, tokenizer, [end_id]
-    )
+    row = TokenRow("o:c", "chats", ids, [False] * len(ids), script.to_json())
+    episode = Episode(row, LIMITS, AnswerReader(tokenizer, RegenerateConfig()), [end_id])
     episode.take(Answer(written[len(begun) :], "stop"))
-    assert (episode.rows, episode.messages[1]["content"]) == ([], "Hello! ")
+    assert (episode.rows, episode.messages[1]["content"]) == ([], " Hello! ")
     assert (episode.prompt or [])[: len(ids)] == ids
     episode.take(Answer([*written[len(begun) : -1], end_id], "stop"))
     assert len(episode.rows) == 1

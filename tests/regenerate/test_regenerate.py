@@ -1,4 +1,4 @@
-"""A shard's conversations played by a target that says what a rule says, with kills between any two answers."""
+"""A shard's conversations with a target that answers by a rule, with kills between any two answers."""
 
 import json
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["directory", "store"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "directory":
         yield str(tmp_path / "log")
         return
@@ -73,36 +73,36 @@ def own_words(prompt: list[int]) -> Answer:
     return Answer(ids, "stop")
 
 
-def play(
-    target_dir: Path, place: str, kill_after: int = 10**6, cfg: RegenerateConfig = CFG
+def generate(
+    target_dir: Path, uri: str, kill_after: int = 10**6, cfg: RegenerateConfig = CFG
 ) -> tuple[AnswerGenerator, list[list[int]]]:
-    """Play with any number of answers before the kill; also tells the prompts that were asked."""
+    """Answer the shard, with so many answers before the kill; also returns the prompts that were asked."""
     asked: list[list[int]] = []
-    with AnswerLog(place) as log:
-        player = AnswerGenerator(shard_rows(), str(target_dir), cfg, 512, log)
-        running = player.start()
+    with AnswerLog(uri) as log:
+        generator = AnswerGenerator(shard_rows(), str(target_dir), cfg, 512, log)
+        running = generator.start()
         while running:
             if len(asked) == kill_after:
                 raise Killed
             i = min(running, key=lambda i: (len(running[i].prompt), i))
             asked.append(running[i].prompt)
-            following = player.follow(i, own_words(running.pop(i).prompt))
+            following = generator.follow(i, own_words(running.pop(i).prompt))
             if following:
                 running[i] = following
-    return player, asked
+    return generator, asked
 
 
 def test_rows_come_out_in_order_and_those_with_answers_as_they_went_in(
     target_dir: Path, tmp_path: Path
 ) -> None:
-    player, asked = play(target_dir, str(tmp_path / "log"))
-    rows, counts = player.result()
+    generator, asked = generate(target_dir, str(tmp_path / "log"))
+    rows, counts = generator.result()
     assert [row.sample_id for row in rows] == ["o0:c", "o1:c", "done:0", "o2:c", "o3:c"]
     assert rows[2] is DONE
     assert not any(row.script for row in rows)
     assert len(asked) == 7
     assert counts == {"conversations": 4, "requested": 7, "answered": 7}
-    assert (player.num_turns_over, player.num_turns) == (7, 7)
+    assert (generator.num_turns_done, generator.num_turns) == (7, 7)
     # Every answer is the target's to its own history, and what it said is what is supervised.
     for row in rows[:2]:
         begin = row.loss_mask.index(True)
@@ -112,43 +112,43 @@ def test_rows_come_out_in_order_and_those_with_answers_as_they_went_in(
 
 @pytest.mark.parametrize("killed_after", range(8))
 def test_after_a_kill_only_what_is_missing_is_asked(
-    target_dir: Path, tmp_path: Path, killed_after: int, place: str, monkeypatch: pytest.MonkeyPatch
+    target_dir: Path, tmp_path: Path, killed_after: int, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer_log, "FLUSH_EVERY_S", 0.0)
-    whole, asked = play(target_dir, str(tmp_path / "other"))
+    whole, asked = generate(target_dir, str(tmp_path / "other"))
     # Leaving the log's context would write what a killed process does not.
     monkeypatch.setattr(AnswerLog, "__exit__", lambda *args: None)
     with suppress(Killed):
-        play(target_dir, place, killed_after)
-    again, asked_again = play(target_dir, place)
+        generate(target_dir, uri, killed_after)
+    again, asked_again = generate(target_dir, uri)
     assert again.result() == whole.result()
     assert asked_again == asked[killed_after:]
-    assert (again.num_turns_over, again.num_turns) == (7, 7)
-    assert play(target_dir, place)[1] == []
+    assert (again.num_turns_done, again.num_turns) == (7, 7)
+    assert generate(target_dir, uri)[1] == []
 
 
-def test_two_attempts_at_once_lose_nothing(target_dir: Path, tmp_path: Path, place: str) -> None:
-    first, second = AnswerLog(place), AnswerLog(place)
+def test_two_attempts_at_once_lose_nothing(target_dir: Path, tmp_path: Path, uri: str) -> None:
+    first, second = AnswerLog(uri), AnswerLog(uri)
     with first, second:
         for number, log in enumerate((first, second, first)):
             log.add(number, 0, [1, number], Answer([7, number], "stop"))
-    found = AnswerLog(place)
+    found = AnswerLog(uri)
     assert [found.find(i, 0, [1, i]) for i in range(3)] == [Answer([7, i], "stop") for i in range(3)]
 
 
-def test_answers_are_written_when_the_log_is_left(target_dir: Path, place: str) -> None:
+def test_answers_are_written_when_the_log_is_left(target_dir: Path, uri: str) -> None:
     with pytest.raises(Killed):  # here an error, not a kill: the context is left
-        play(target_dir, place, 3)
-    assert len(play(target_dir, place)[1]) == 4
+        generate(target_dir, uri, 3)
+    assert len(generate(target_dir, uri)[1]) == 4
 
 
 def test_a_line_that_was_cut_off_is_asked_again(
     target_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole, _ = play(target_dir, str(tmp_path / "log"))
+    whole, _ = generate(target_dir, str(tmp_path / "log"))
     (file,) = (tmp_path / "log").glob("answers-*.jsonl")
     file.write_bytes(file.read_bytes()[:-9])
-    again, asked = play(target_dir, str(tmp_path / "log"))
+    again, asked = generate(target_dir, str(tmp_path / "log"))
     assert len(asked) == 1
     assert "cut off is asked for again" in caplog.text
     assert again.result() == whole.result()
@@ -169,12 +169,12 @@ def test_a_line_that_was_cut_off_is_asked_again(
 def test_what_a_broken_disk_made_of_the_log_is_asked_again(
     target_dir: Path, tmp_path: Path, broken: bytes
 ) -> None:
-    whole, asked = play(target_dir, str(tmp_path / "log"))
+    whole, asked = generate(target_dir, str(tmp_path / "log"))
     (file,) = (tmp_path / "log").glob("answers-*.jsonl")
     lines = file.read_bytes().splitlines()
     key = json.loads(lines[0])[2].encode()
     file.write_bytes(b"\n".join([broken.replace(b"KEY", key), *lines[1:]]))
-    again, asked_again = play(target_dir, str(tmp_path / "log"))
+    again, asked_again = generate(target_dir, str(tmp_path / "log"))
     assert asked_again == asked[:1]
     assert again.result() == whole.result()
 
@@ -184,7 +184,7 @@ def test_answers_to_other_prompts_are_not_taken(target_dir: Path, tmp_path: Path
     log.add(0, 0, [1, 2, 3], Answer([4, 5], "stop"))
     assert AnswerLog(str(tmp_path / "log")).find(0, 0, [1, 2, 3]) == Answer([4, 5], "stop")
     assert AnswerLog(str(tmp_path / "log")).find(0, 0, [1, 2, 4]) is None
-    assert len(play(target_dir, str(tmp_path / "log"))[1]) == 7
+    assert len(generate(target_dir, str(tmp_path / "log"))[1]) == 7
 
 
 def test_each_source_is_sampled_as_its_settings_say(target_dir: Path, tmp_path: Path) -> None:
@@ -200,13 +200,13 @@ def test_each_source_is_sampled_as_its_settings_say(target_dir: Path, tmp_path: 
 
 
 def test_where_nothing_is_left_the_counts_say_why_and_what_to_do(target_dir: Path, tmp_path: Path) -> None:
-    player = AnswerGenerator(
+    generator = AnswerGenerator(
         [row for row in shard_rows() if row is not DONE], str(target_dir), CFG, 512, AnswerLog(str(tmp_path))
     )
-    for i in player.start():
-        assert player.follow(i, Answer([0], "length")) is None
+    for i in generator.start():
+        assert generator.follow(i, Answer([0], "length")) is None
     said = r"4 conversations, 7 user turns requested = 0 answered \+ 4 failed \(too_short 4\) \+ 3 skipped .*; raise regenerate\."
-    rows, counts = player.result()
+    rows, counts = generator.result()
     with pytest.raises(ValueError, match=said):
         check_any_left(len(rows), counts)
     check_any_left(1, counts)
@@ -223,7 +223,7 @@ def test_a_script_survives_the_token_shard(tmp_path: Path) -> None:
     assert write_token_shard(tmp_path / "other.parquet", other).digest != summary.digest
 
 
-def test_the_accounts_add_up_in_words(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_outcome_counts_add_up_in_words(caplog: pytest.LogCaptureFixture) -> None:
     counts = {
         "conversations": 3,
         "requested": 9,
@@ -234,7 +234,7 @@ def test_the_accounts_add_up_in_words(caplog: pytest.LogCaptureFixture) -> None:
     }
     counts |= {"skipped": 2, "tool_calls": 4, "at_length_limit": 1}
     assert outcomes_text(counts) == (
-        "3 conversations, 9 user turns requested = 5 answered + 2 failed (no_room 1, too_short 1) + 2 skipped behind those; "
+        "3 conversations, 9 user turns requested = 5 answered + 2 failed (no_room 1, too_short 1) + 2 skipped after those; "
         "4 tool calls"
     )
     warn_of_limit(counts, "shard 0")

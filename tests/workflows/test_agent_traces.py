@@ -1,4 +1,5 @@
-"""Chats of several turns and tool tasks through the whole chain: who answers what, and what runs again after which change."""
+"""Chats of several turns and tool tasks through the whole chain: which stage answers what, and what runs again after which
+change."""
 
 import json
 from pathlib import Path
@@ -56,7 +57,11 @@ class Agents:
             "target": {"chat_template": str(self.workplace / "template.jinja")},
         }
         blocks |= {
-            "regenerate": {"sources": {"tasks": {"temperature": 0.0, "max_new_tokens": 7}}} | regenerate
+            "regenerate": {
+                "sources": {"tasks": {"temperature": 0.0, "max_new_tokens": 7}},
+                "tool_parser": "openai",  # needs no import of vLLM
+            }
+            | regenerate
         }
         result = pyflyte_run(write_recipe(self.workplace / "recipe.yaml", self.target, prompts, **blocks))
         assert result.exit_code == 0, (result.output, result.exception)
@@ -110,6 +115,23 @@ def test_a_shard_without_a_row_left_is_left_out_and_none_at_all_is_an_error(
     assert "got 4 conversations, 4 user turns requested = 0 answered + 4 failed (too_short 4)" in " ".join(
         result.output.split()
     )
+
+
+@pytest.mark.usefixtures("light")
+def test_tool_tasks_without_a_tool_parser_are_refused_before_an_engine_starts(agents: Agents) -> None:
+    tasks = agents.workplace / "tasks.jsonl"
+    tasks.write_text(json.dumps(task(0)) + "\n")
+    template = agents.workplace / "template.jinja"
+    recipe = write_recipe(
+        agents.workplace / "recipe.yaml",
+        agents.target,
+        write_prompts(agents.workplace / "prompts.jsonl", 0, 4),
+        data={"sources": [{"path": str(tasks), "name": "tasks"}]},
+        target={"chat_template": str(template)},
+    )
+    result = pyflyte_run(recipe)
+    assert result.exit_code != 0
+    assert "rows with tools need regenerate.tool_parser, got none" in " ".join(result.output.split())
 
 
 @pytest.mark.usefixtures("light")

@@ -118,6 +118,8 @@ CHANGES: dict[str, dict[str, tuple[Any, set[str]]]] = {
             {"regenerate_responses"} | ROWS,
         ),
         "max_tool_rounds": (7, ANSWERED),
+        "tool_parser": ("mistral", ANSWERED),
+        "reasoning_parser": ("qwen3", ANSWERED),
         "seed": (1, ANSWERED),
     },
     "vocab": {"size": (80, CHOSEN)},

@@ -125,7 +125,8 @@ def test_tool_tasks_are_played_in_a_pod(cluster: Cluster, first: Run) -> None:
     tasks: Any = "".join(json.dumps(task(i)) + "\n" for i in range(3))
     source = {"path": cluster.plane.store.write("sources/tasks.jsonl", tasks.encode()), "name": "tasks"}
     template = cluster.plane.store.write("sources/template.jinja", TEMPLATE.encode())
-    regenerate = {"sources": {"tasks": {"temperature": 0.0, "max_new_tokens": 7}}}
+    sampling = {"tasks": {"temperature": 0.0, "max_new_tokens": 7}}
+    regenerate = {"sources": sampling, "tool_parser": "openai"}
     recipe = cluster.recipe(
         num_prompts=1, data={"sources": [source]}, target={"chat_template": template}, regenerate=regenerate
     )

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from eagle3.config.engine import RegenerateConfig
 from eagle3.data.chat import conversation_rows
 from eagle3.data.conversations import Conversation, to_conversation
 from eagle3.data.recorded import Recorded
-from eagle3.regenerate.answer_text import AnswerForm
+from eagle3.data.script import script_of
+from eagle3.regenerate.parsers import AnswerReader
+from eagle3.regenerate.tool_calls import FoundCall, checked_call
 from tests.helpers.formats import IM
 from tests.helpers.tiny_tokenizer import train_tokenizer
 
@@ -51,15 +54,29 @@ def test_calls_fit_the_tools_and_rows_are_short(
     tokenizer: PreTrainedTokenizerFast, row: dict[str, Any]
 ) -> None:
     conversation = conversation_of(row)
-    form = AnswerForm.of(tokenizer, conversation.tools)
     (pieces,) = conversation_rows(tokenizer, conversation)
-    written = [piece.text[: piece.num_answer] for piece in pieces if piece.num_answer]
-    ids = {call.pop("id") for m in conversation.messages for call in m.get("tool_calls", [])}
-    assert ids == {m["tool_call_id"] for m in conversation.messages if m["role"] == "tool"}
-    assert [form.read(text) for text in written] == [
-        m for m in conversation.messages if m["role"] == "assistant"
-    ]
     assert sum(len(piece.text) for piece in pieces) <= MAX_CHARACTERS
+    calls = [call for m in conversation.messages for call in m.get("tool_calls", [])]
+    ids = {m["tool_call_id"] for m in conversation.messages if m["role"] == "tool"}
+    assert {call["id"] for call in calls} == ids
+    for call in calls:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        found = FoundCall(call["id"], name, json.dumps(arguments))
+        assert checked_call(found, conversation.tools or [], call["id"]) == call
+
+
+@pytest.mark.engine
+def test_vllms_hermes_parser_reads_every_answer_of_the_rows(tokenizer: PreTrainedTokenizerFast) -> None:
+    reader = AnswerReader(tokenizer, RegenerateConfig(tool_parser="hermes"))
+    for conversation in map(conversation_of, ROWS):
+        (pieces,) = conversation_rows(tokenizer, conversation)
+        written = [piece.text[: piece.num_answer] for piece in pieces if piece.num_answer]
+        answers = [m for m in conversation.messages if m["role"] == "assistant"]
+        for call in [call for m in answers for call in m.get("tool_calls", [])]:
+            del call["id"]
+        script = script_of(conversation, None)
+        texts = [text.removesuffix("<|im_end|>\n").removesuffix("<|im_end|>") for text in written]
+        assert [reader.read(text, [], script) for text in texts] == answers
 
 
 def test_rows_are_many_varied_and_kept_apart_from_the_heldout_prompts() -> None:
@@ -77,12 +94,12 @@ def test_rows_are_many_varied_and_kept_apart_from_the_heldout_prompts() -> None:
     for row in ROWS:
         num_calls = [len(m.get("tool_calls", [])) for m in row["messages"] if m["role"] == "assistant"]
         shapes["parallel"] += max(num_calls) > 1
-        shapes["one behind another"] += any(a and b for a, b in pairwise(num_calls))
+        shapes["one after another"] += any(a and b for a, b in pairwise(num_calls))
         shapes["second request"] += sum(m["role"] == "user" for m in row["messages"]) > 1
         shapes["a tool that is not needed"] += len(row["tools"]) > len(
             {m["name"] for m in row["messages"] if m["role"] == "tool"}
         )
-    assert {"parallel", "one behind another", "second request", "a tool that is not needed"} == {
+    assert {"parallel", "one after another", "second request", "a tool that is not needed"} == {
         s for s, n in shapes.items() if n > 2
     }
     assert len({tool["function"]["name"] for row in ROWS for tool in row["tools"]}) > 12

@@ -1,4 +1,4 @@
-"""The tools template: without tools it writes what SmolLM2's own does, with tools what is read back as calls."""
+"""The tools template: without tools it writes what SmolLM2's own does, with tools calls that a parser reads."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from eagle3.config.engine import RegenerateConfig
 from eagle3.data.chat import conversation_rows, encode_rows, text_spans
 from eagle3.data.conversations import Conversation, Message
-from eagle3.regenerate.answer_text import AnswerForm
+from eagle3.data.script import script_of
+from eagle3.regenerate.parsers import AnswerReader
 from tests.helpers.formats import IM
 from tests.helpers.tiny_tokenizer import train_tokenizer
 
@@ -98,7 +100,10 @@ def test_tools_calls_and_results_are_written_as_hermes_models_expect(
     )
 
 
-def test_its_calls_are_read_back_and_all_answers_share_one_row(ours: PreTrainedTokenizerFast) -> None:
+@pytest.mark.engine
+def test_its_calls_are_read_back_by_vllms_hermes_parser_and_all_answers_share_one_row(
+    ours: PreTrainedTokenizerFast,
+) -> None:
     answers = [
         Message(role="assistant", content="", tool_calls=[call('R"ome'), call("Oslo\n")]),
         Message(role="assistant", content="Rome is."),
@@ -109,9 +114,11 @@ def test_its_calls_are_read_back_and_all_answers_share_one_row(ours: PreTrainedT
         Message(role="tool", content="30"),
         answers[1],
     ]
-    rows = encode_rows(ours, conversation_rows(ours, Conversation(messages, [WEATHER])))
+    conversation = Conversation(messages, [WEATHER])
+    rows = encode_rows(ours, conversation_rows(ours, conversation))
     assert [row.reason for row in rows] == [""]
     texts = [
         text for text, supervised in text_spans(ours, rows[0].token_ids, rows[0].loss_mask) if supervised
     ]
-    assert [AnswerForm.of(ours, [WEATHER]).read(text) for text in texts] == answers
+    reader, script = AnswerReader(ours, RegenerateConfig(tool_parser="hermes")), script_of(conversation, None)
+    assert [reader.read(text.removesuffix("<|im_end|>"), [], script) for text in texts] == answers

@@ -10,6 +10,7 @@ from flytekit.types.file import FlyteFile
 import images
 from eagle3.config.engine import EngineConfig, FanOutConfig, RegenerateConfig
 from eagle3.config.resources import ResourcesConfig
+from eagle3.regenerate.parsers import check_parsers
 from workflows.flyte import store
 from workflows.flyte.fan_out import fan_out
 from workflows.flyte.interfaces import PreparedData, Target, TokenShard, TokenShards
@@ -91,7 +92,12 @@ def regenerate_responses(
     fanout: FanOutConfig,
     resources: ResourcesConfig,
 ) -> TokenShards:
-    """Let the target answer every chat and tool task; without regeneration the shards pass unchanged."""
+    """Let the target answer every chat and tool task; without regeneration the shards pass unchanged.
+
+    Raises:
+        ValueError: if there are tool tasks and no parser of tool calls.
+    """
+    check_parsers(regenerate, has_tools=bool(data.tool_tasks))
     # Tool tasks follow the chats: each prepared list counts its own shards from 0.
     shards = [replace(shard, index=i) for i, shard in enumerate([*data.shards, *data.tool_tasks])]
     if not regenerate.enabled:
