@@ -52,13 +52,10 @@ def test_a_directory_stands_for_the_shards_in_it_and_a_listing_for_its_own_in_or
     for root in (str(tmp_path / "all"), "s3://states/all"):
         write_states(f"{root}/b", ROWS[:1])
         write_states(f"{root}/a", ROWS[1:])
-        assert [s.place for s in find_states(root)] == [f"{root}/a", f"{root}/b"]
+        assert [s.uri for s in find_states(root)] == [f"{root}/a", f"{root}/b"]
     text = listing("hidden_states", TARGET, [{"place": f"s3://states/all/{name}"} for name in "ba"])
     s3.pipe_file("states/list.json", text.encode())
-    assert [s.place for s in find_states("s3://states/list.json")] == [
-        "s3://states/all/b",
-        "s3://states/all/a",
-    ]
+    assert [s.uri for s in find_states("s3://states/list.json")] == ["s3://states/all/b", "s3://states/all/a"]
 
 
 def test_token_shards_give_their_rows_counts_and_what_waits(tmp_path: Path, s3: Any) -> None:
@@ -76,7 +73,7 @@ def test_token_shards_give_their_rows_counts_and_what_waits(tmp_path: Path, s3: 
         found = find_tokens(place)
         assert [(s.waits, s.is_tool_tasks) for s in found] == [(False, False), (True, False), (True, True)]
         assert [s.summary.rows for s in found] == [1, 2, 1]
-        assert [s.place for s in found] == [f"{place}/{name}.parquet" for name in made]
+        assert [s.uri for s in found] == [f"{place}/{name}.parquet" for name in made]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +106,7 @@ def test_unfinished_damaged_and_repeated_states_are_refused(tmp_path: Path) -> N
     data = chunk.read_bytes()
     for torn, complaint in (
         (data[:-1], "bytes expected"),
-        (b"\xff" * 8 + data[8:], "its header says"),
+        (b"\xff" * 8 + data[8:], "its header has"),
         (b"", "bytes expected"),
     ):
         chunk.write_bytes(torn)

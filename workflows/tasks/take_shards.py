@@ -45,12 +45,12 @@ def take_token_shards(
     store.share_credentials()
     heldout_rows = read_token_shard(heldout.file.download())
     found = find_token_shards(places, identity(target), target.vocab_size, heldout_rows)
-    waiting = [shard.place for shard in found if shard.waits]
+    waiting = [shard.uri for shard in found if shard.waits]
     if waiting and not regenerate.enabled:
         raise ValueError(
             f"{redact(waiting[0])}: rows wait for the target's answers; set regenerate.enabled to true"
         )
-    shards = [TokenShard(i, FlyteFile(shard.place), **asdict(shard.summary)) for i, shard in enumerate(found)]
+    shards = [TokenShard(i, FlyteFile(shard.uri), **asdict(shard.summary)) for i, shard in enumerate(found)]
     pairs = list(zip(shards, found, strict=True))
     answered = [shard for shard, seen in pairs if not seen.waits]
     chats = [shard for shard, seen in pairs if seen.waits and not seen.is_tool_tasks]
@@ -86,7 +86,7 @@ def take_hidden_states(
     ):
         said = found.manifest
         counts = {name: said[name] for name in ("rows", "tokens", "supervised_tokens")}
-        directory = FlyteDirectory(found.place)
+        directory = FlyteDirectory(found.uri)
         states.append(
             HiddenStateShard(
                 i, directory, size_bytes=said["bytes"], layer_ids=layer_ids, digest=said["digest"], **counts
