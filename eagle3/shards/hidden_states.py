@@ -1,32 +1,31 @@
-"""Hidden-state shards: the format, byte for byte, and its reading. hidden_state_writer.py writes them.
+"""The format of hidden-state shards, and reading them; eagle3/shards/writer.py writes them.
 
 A shard is a directory of chunks `chunk-00000-<first 8 hex digits of its SHA-256>.safetensors` … and `manifest.json`, written
-last: no manifest, no shard. A chunk lays its rows' tokens end to end. Its `__metadata__` has one key, `states`: JSON with
-`encoding` (bf16, fp16, fp32, fp8), `compression` (none, zstd), `num_aux` A and `hidden_size` H. Its tensors, little-endian:
+last: without a manifest it is no shard. A chunk has the tokens of its rows one row after the other. Its `__metadata__` has one
+key, `states`: JSON with `encoding` (bf16, fp16, fp32, fp8), `compression` (none, zstd), `num_aux` A and `hidden_size` H. Its
+tensors, little-endian:
 
     token_ids       [T] int32        loss_mask  [T] bool
     row_offsets     [R + 1] int64    row r is [row_offsets[r], row_offsets[r + 1])
     last_positions  [M] int64        positions q with loss_mask[q] and loss_mask[q + 1] in one row, ascending
     aux             [T, A, H]        residual stream after each of the A aux layers, storage dtype
-    last            [M, H]           last hidden state, before the final norm, at last_positions: only there a loss needs it
+    last            [M, H]           last hidden state, before the final norm, at last_positions: no loss needs the others
     aux_scales      [T, A] float32   fp8 only, powers of two: state = stored × scale
     last_scales     [M] float32
 
-Under `zstd`, aux and last are [bytes] uint8 instead: frames of whole rows one after the other (eagle3/shards/encoding.py), each with the
-elements of its rows in the order above, and besides them
+Under `zstd`, aux and last are [bytes] uint8 instead: frames of whole rows (eagle3/shards/encoding.py), each with the elements of
+its rows in the order above, and three more tensors
 
     frame_rows      [F + 1] int64    frame f holds rows [frame_rows[f], frame_rows[f + 1])
     aux_frames      [F + 1] int64    and the bytes [aux_frames[f], aux_frames[f + 1]) of aux
     last_frames     [F + 1] int64    and of last
 
 The manifest is JSON: `format_version`, `encoding`, `compression`, counts (`rows`, `tokens`, `supervised_tokens`, `bytes`),
-`digest`, `info` (target, layers, engine, versions: all that decides the states), `checks` (what capture found, summed over the
+`digest`, `info` (target, layers, engine, versions: all that determines the states), `checks` (counts of capture, summed over the
 chunks) and for each chunk {file, sample_ids, lengths, bytes, sha256, checks}: ids and numbers of tokens of its rows in order,
-size and SHA-256 (64 hex digits) of the file. So a run is planned from manifests alone, and whoever opens a chunk first checks
-all of it.
-
-The digest covers the token rows, the encoding and `info`, not the states' bytes: the last bits of a state depend on which rows
-the engine happened to batch. Compression and chunk size lose nothing and are not in it.
+size and SHA-256 (64 hex digits) of the file. So manifests alone are enough to plan a run, and a reader checks a whole chunk
+before it uses it. The digest covers the token rows, the encoding and `info`, not the states' bytes: the last bits of a state
+depend on the rows that the engine happened to batch. Compression and chunk size are lossless and not in it.
 
 Versions: 1 had neither lengths nor sha256, 2 neither encodings nor compression.
 """
@@ -37,13 +36,13 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from eagle3.files import file_sha256
+from eagle3.files import file_sha256, file_size, read_bytes
 from eagle3.shards.encoding import STORED_DTYPE, decode, decompress
 
 FORMAT_VERSION = 3
@@ -56,8 +55,8 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 class HiddenStateRow:
     """One conversation with its states.
 
-    token_ids: [T] int64. loss_mask: [T] bool. aux: [T, A, H] the encoding's dtype, bfloat16 for fp8. last: [M, H] the same, the
-    last hidden state before the final norm. last_positions: [M] int64, the row positions q of `last`, ascending.
+    token_ids: [T] int64. loss_mask: [T] bool. aux: [T, A, H] the encoding's dtype, bfloat16 for fp8. last: [M, H] the same
+    dtype, before the final norm. last_positions: [M] int64, the row positions q of `last`, ascending.
     """
 
     sample_id: str
@@ -69,7 +68,7 @@ class HiddenStateRow:
 
 
 def last_state_positions(loss_mask: Tensor) -> Tensor:
-    """Positions whose last hidden state some loss needs: q with loss_mask[q] and loss_mask[q + 1].
+    """Positions q with a last hidden state that some loss needs: loss_mask[q] and loss_mask[q + 1].
 
     Args:
         loss_mask: [T] bool of one row.
@@ -81,20 +80,23 @@ def last_state_positions(loss_mask: Tensor) -> Tensor:
 
 
 def hidden_state_bytes(tokens: int, last_states: int, num_aux: int, hidden_size: int, encoding: str) -> int:
-    """Size of rows in a shard before compression, bytes, headers left out.
+    """Size of rows in a shard before compression, bytes, without headers.
 
     Args:
-        tokens: T. last_states: M, at most the supervised tokens. num_aux: A. hidden_size: H. encoding: as in the manifest.
+        tokens: T.
+        last_states: M, at most the supervised tokens.
+        num_aux, hidden_size: A and H.
+        encoding: as in the manifest.
     """
     state = hidden_size * STORED_DTYPE[encoding].itemsize + (4 if encoding == "fp8" else 0)
     return tokens * (num_aux * state + 5) + last_states * (state + 8)
 
 
 def parse_manifest(text: str | bytes | None, path: str | Path) -> dict[str, Any]:
-    """Check the text of a hidden-state shard's manifest.
+    """Parse and check a manifest.
 
     Args:
-        text: what the file holds; None where there is no such file.
+        text: content of the file; None if there is no file.
         path: path or URL for messages.
 
     Raises:
@@ -102,20 +104,13 @@ def parse_manifest(text: str | bytes | None, path: str | Path) -> dict[str, Any]
     """
     if text is None:
         raise ValueError(
-            f"{path} is missing: the shard was not finished; run its extraction again, which goes on where it ended"
+            f"{path} is missing: the shard was not finished; run its extraction again, which resumes where it ended"
         )
     try:
         manifest = cast(dict[str, Any], json.loads(text))
         version = manifest["format_version"]
         if version == FORMAT_VERSION:
-            for chunk in manifest["chunks"]:
-                check_entry(chunk)
-            lengths = [n for chunk in manifest["chunks"] for n in chunk["lengths"]]
-            found, said = (len(lengths), sum(lengths)), (manifest["rows"], manifest["tokens"])
-            if found != said:
-                raise ValueError(
-                    f"its chunks hold {found[0]} rows and {found[1]} tokens, it says {said[0]} and {said[1]}"
-                )
+            _check_content(manifest)
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path} is not a manifest ({e}); delete the directory and run again") from e
     if version != FORMAT_VERSION:
@@ -125,19 +120,27 @@ def parse_manifest(text: str | bytes | None, path: str | Path) -> dict[str, Any]
     return manifest
 
 
+def _check_content(manifest: dict[str, Any]) -> None:
+    for chunk in manifest["chunks"]:
+        check_entry(chunk)
+    lengths = [n for chunk in manifest["chunks"] for n in chunk["lengths"]]
+    rows, tokens = manifest["rows"], manifest["tokens"]
+    if (len(lengths), sum(lengths)) != (rows, tokens):
+        raise ValueError(
+            f"its chunks hold {len(lengths)} rows and {sum(lengths)} tokens, its counts are {rows} and {tokens}"
+        )
+
+
 def check_entry(chunk: dict[str, Any]) -> None:
-    """Refuse what is no entry of a chunk in a manifest.
+    """Refuse an entry of a manifest that does not describe a chunk.
 
     Raises:
-        ValueError, KeyError, TypeError: it is not one.
+        ValueError, KeyError, TypeError: if it does not.
     """
-    # Names become paths on the reader's disk: nothing but a chunk's own name may come through.
+    # Names become paths on the reader's disk: only a chunk's own name may pass.
     chunk["file"] = Path(chunk["file"]).name
-    if (
-        not CHUNK_NAME.fullmatch(chunk["file"])
-        or not SHA256.fullmatch(chunk["sha256"])
-        or int(chunk["bytes"]) < 0
-    ):
+    is_file = CHUNK_NAME.fullmatch(chunk["file"]) and SHA256.fullmatch(chunk["sha256"])
+    if not is_file or int(chunk["bytes"]) < 0:
         raise ValueError(
             f"no chunk is described by file {chunk['file']!r}, sha256 {chunk['sha256']!r}, bytes {chunk['bytes']!r}"
         )
@@ -151,40 +154,40 @@ def check_entry(chunk: dict[str, Any]) -> None:
 
 
 def read_manifest(shard_dir: str | Path) -> dict[str, Any]:
-    """Read and check a hidden-state shard's manifest, and the sizes of its chunk files.
+    """Read and check the manifest of a local shard, and the sizes of its chunk files.
 
     Raises:
-        ValueError: if it is missing, unreadable, of another format version, or names a chunk file that is gone or cut short.
+        ValueError: if it is missing, unreadable, of another format version, or a chunk file is missing or truncated.
     """
     path = Path(shard_dir) / MANIFEST_NAME
-    manifest = parse_manifest(path.read_bytes() if path.exists() else None, path)
+    manifest = parse_manifest(read_bytes(str(path)), path)
     for chunk in manifest["chunks"]:
         file = path.parent / chunk["file"]
-        check_chunk_size(file.stat().st_size if file.exists() else None, chunk, file)
+        check_chunk_size(file_size(str(file)), chunk, file)
     return manifest
 
 
 def check_chunk_size(size: int | None, entry: dict[str, Any], name: str | Path) -> None:
-    """Compare a chunk file's size, bytes, None if there is none, with its manifest entry; `name` is its path or URL.
+    """Compare a chunk file's size in bytes, None if it is missing, with its manifest entry; `name` is its path or URL.
 
     Raises:
         ValueError: if they differ.
     """
     if size != entry["bytes"]:
-        _damaged(name, f"{entry['bytes']} bytes", "no file" if size is None else f"{size} bytes")
+        raise _damaged(name, f"{entry['bytes']} bytes", "no file" if size is None else f"{size} bytes")
 
 
-def _damaged(name: str | Path, expected: str, found: str) -> NoReturn:
+def _damaged(name: str | Path, expected: str, found: str) -> ValueError:
     shard = str(name).rpartition("/")[0]
-    raise ValueError(
+    return ValueError(
         f"{name}: {expected} expected, {found} found; the shard {shard} is damaged: delete it and run again"
     )
 
 
 class ChunkReader:
-    """The rows of one chunk file by number, memory-mapped: only what is asked for is read, after one check of the whole file.
+    """The rows of one chunk file by number, memory-mapped: after one check of the whole file only the rows asked for are read.
 
-    Rows of an uncompressed chunk are views of the mapped file: copy what has to outlive it.
+    Rows of an uncompressed chunk are views of the mapped file: copy them to keep them longer than the reader.
     """
 
     def __init__(
@@ -195,16 +198,16 @@ class ChunkReader:
         Args:
             path: the file.
             entry: its entry in the manifest.
-            name: what messages call it, where it is a copy of something else.
-            is_checked: this process has found its content sound before.
+            name: for messages, if the file is a copy.
+            is_checked: this process has checked its content before.
 
         Raises:
             ValueError: if size or content are not those of the manifest.
         """
         name = name or str(path)
-        check_chunk_size(Path(path).stat().st_size if Path(path).exists() else None, entry, name)
+        check_chunk_size(file_size(str(path)), entry, name)
         if not is_checked and (found := file_sha256(path)) != entry["sha256"]:
-            _damaged(name, f"sha256 {entry['sha256']}", found)
+            raise _damaged(name, f"sha256 {entry['sha256']}", found)
         self.sample_ids: list[str] = entry["sample_ids"]
         self.file: Any = safe_open(path, framework="pt")
         self.offsets: list[int] = self.file.get_tensor("row_offsets").tolist()
@@ -219,7 +222,7 @@ class ChunkReader:
             self.frame_bytes = {
                 kind: self.file.get_tensor(f"{kind}_frames").tolist() for kind in ("aux", "last")
             }
-        # (frame, aux, last) of the last frame with several rows: neighbours are often read one after the other.
+        # (frame, aux, last) of the last frame with several rows: its rows are often read one after the other.
         self.recent: tuple[int, Tensor, Tensor] | None = None
 
     def row(self, index: int) -> HiddenStateRow:
@@ -243,7 +246,7 @@ class ChunkReader:
         )
 
     def _last_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Where the last states of the positions [start, stop) stand in `last`."""
+        """The rows of `last` for the positions [start, stop)."""
         m0, m1 = torch.searchsorted(self.last_positions, torch.tensor([start, stop])).tolist()
         return m0, m1
 
@@ -268,38 +271,13 @@ class ChunkReader:
         return decompress(self.file.get_slice(kind)[begin:end], shape, self.dtype)
 
 
-class HiddenStateReader:
-    """Random access to the rows of a finished shard on the local disk; a chunk is opened and checked when first read.
-
-    lengths: tokens of every row. sample_ids: their ids. manifest: the manifest.
-    """
-
-    def __init__(self, shard_dir: str | Path) -> None:
-        self.dir = Path(shard_dir)
-        self.manifest = read_manifest(shard_dir)
-        chunks = self.manifest["chunks"]
-        self.lengths: list[int] = [n for chunk in chunks for n in chunk["lengths"]]
-        self.sample_ids: list[str] = [i for chunk in chunks for i in chunk["sample_ids"]]
-        self.where = [
-            (number, r) for number, chunk in enumerate(chunks) for r in range(len(chunk["lengths"]))
-        ]
-        self.opened: dict[int, ChunkReader] = {}
-
-    def row(self, index: int) -> HiddenStateRow:
-        """Read row `index`, in shard order.
-
-        Raises:
-            ValueError: if its chunk is damaged.
-        """
-        number, r = self.where[index]
-        if number not in self.opened:
-            entry = self.manifest["chunks"][number]
-            self.opened[number] = ChunkReader(self.dir / entry["file"], entry)
-        return self.opened[number].row(r)
-
-
 def read_hidden_states(shard_dir: str | Path) -> Iterator[HiddenStateRow]:
-    """Stream all rows of a hidden-state shard in order."""
-    reader = HiddenStateReader(shard_dir)
-    for index in range(len(reader.lengths)):
-        yield reader.row(index)
+    """Stream all rows of a local shard in order.
+
+    Raises:
+        ValueError: if a chunk is damaged.
+    """
+    for entry in read_manifest(shard_dir)["chunks"]:
+        chunk = ChunkReader(Path(shard_dir) / entry["file"], entry)
+        for index in range(len(entry["lengths"])):
+            yield chunk.row(index)

@@ -1,10 +1,9 @@
-"""Token shards, written and read: conversations as token ids with a loss mask, and the digests that name them.
+"""Token shards: conversations as token ids with a loss mask, and the digests that name them.
 
-One Parquet file, one row a conversation: `sample_id` string (hash of its content), `source` string, `token_ids` list<int32>,
-`loss_mask` list<bool> (True where the target wrote the token), `script` string. Prompts that wait for an answer have an all-False
-mask; `script` says how their conversation goes on (eagle3/data/script.py), "" where it ends with one answer.
-
-Digests hash content, never paths: the same rows give the same digest anywhere.
+One Parquet file, one row per conversation: `sample_id` string (hash of its content), `source` string, `token_ids` list<int32>,
+`loss_mask` list<bool> (True where the target wrote the token), `script` string. A prompt that waits for an answer has an
+all-False mask; its `script` tells how the conversation continues (eagle3/data/script.py), "" if it ends with one answer. Digests
+hash content, never paths.
 """
 
 import json
@@ -21,11 +20,9 @@ HELDOUT_NAME = "heldout.parquet"
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One conversation.
+    """One conversation; the fields are the columns of a token shard.
 
-    sample_id: opening:content, hashes of the conversation's first user text and of all of it. source: name of the source.
-    token_ids: T target token ids. loss_mask: T flags, True where the target wrote the token. script: how a prompt's conversation
-    goes on, as JSON, or "".
+    sample_id: opening:content, hashes of the conversation's first user text and of all of it.
     """
 
     sample_id: str
@@ -53,16 +50,17 @@ class TokenShardSummary:
 
 
 def row_digest(row: TokenRow) -> str:
-    """Content digest of one row; the order of rows matters to a shard, not to a row."""
+    """Content digest of one row."""
     ids = np.array(row.token_ids, np.int32).tobytes()
-    return digest_of(
-        row.sample_id, row.source, ids, bytes(row.loss_mask), *([row.script] if row.script else [])
-    )
+    script = [row.script] if row.script else []
+    return digest_of(row.sample_id, row.source, ids, bytes(row.loss_mask), *script)
 
 
 def summarise_rows(rows: Iterable[TokenRow]) -> TokenShardSummary:
     """Count rows, hash them in order, and name their sources."""
-    digests, sources, tokens, supervised = [], set(), 0, 0
+    digests: list[str] = []
+    sources: set[str] = set()
+    tokens = supervised = 0
     for row in rows:
         digests.append(row_digest(row))
         sources.add(row.source)
@@ -72,7 +70,7 @@ def summarise_rows(rows: Iterable[TokenRow]) -> TokenShardSummary:
 
 
 def write_token_shard(path: str | Path, rows: list[TokenRow]) -> TokenShardSummary:
-    """Write rows to a Parquet file, whole or not at all.
+    """Write rows to a Parquet file atomically.
 
     Raises:
         ValueError: if there are no rows.

@@ -1,6 +1,7 @@
 """Rows, their states and hidden-state shards for tests and benchmarks."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle3.config.engine import ExtractConfig
+from eagle3.shards.hidden_states import ChunkReader, HiddenStateRow, read_manifest
 from eagle3.shards.tokens import TokenRow
 from eagle3.shards.writer import HiddenStateWriter
 
@@ -27,6 +29,12 @@ def states_of(row: TokenRow, num_aux: int, hidden_size: int, dtype: torch.dtype 
     """States [T, A + 1, H] that are the same whenever they are asked for."""
     generator = torch.Generator().manual_seed(len(row.token_ids) + row.token_ids[0])
     return torch.randn(len(row.token_ids), num_aux + 1, hidden_size, generator=generator).to(dtype)
+
+
+def open_rows(shard_dir: Path) -> list[Callable[[], HiddenStateRow]]:
+    """For every row of a shard a function that reads it."""
+    readers = [ChunkReader(shard_dir / entry["file"], entry) for entry in read_manifest(shard_dir)["chunks"]]
+    return [partial(reader.row, index) for reader in readers for index in range(len(reader.sample_ids))]
 
 
 def write_hidden_states(

@@ -19,14 +19,13 @@ from eagle3.shards import chunks, hidden_states
 from eagle3.shards.encoding import STORED_DTYPE, decode, encode
 from eagle3.shards.hidden_states import (
     ChunkReader,
-    HiddenStateReader,
     HiddenStateRow,
     last_state_positions,
     read_hidden_states,
     read_manifest,
 )
 from eagle3.shards.tokens import TokenRow
-from tests.helpers.shard_files import MASKS, states_of, token_rows, write_hidden_states
+from tests.helpers.shard_files import MASKS, open_rows, states_of, token_rows, write_hidden_states
 
 NUM_AUX, HIDDEN = 3, 5
 INFO = {"target": "tiny", "layer_ids": [1, 2, 3]}
@@ -92,11 +91,10 @@ def test_rows_can_be_read_in_any_order(
     rows = token_rows(MASKS * 3)
     manifest = write(tmp_path, rows, 1500, encoding=encoding, compression=compression)
     assert len(manifest["chunks"]) > 1
-    reader = HiddenStateReader(tmp_path)
-    assert reader.lengths == [len(r.token_ids) for r in rows]
-    assert reader.sample_ids == [r.sample_id for r in rows]
+    read = open_rows(tmp_path)
+    assert len(read) == len(rows)
     for index in (17, 0, 1, 5, 3, 3, 2, 9, 4, 8, 6, 7, 16, 15, 14, 13, 12, 11, 10):
-        assert_same(rows[index], reader.row(index), encoding)
+        assert_same(rows[index], read[index](), encoding)
 
 
 @settings(max_examples=20, deadline=None)
@@ -119,13 +117,12 @@ def test_any_rows_cut_anyhow_are_read_in_any_order(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "FRAME_BYTES", frame_bytes)
         write(shard_dir, rows, chunk_bytes, encoding=storage[0], compression=storage[1])
-    reader = HiddenStateReader(shard_dir)
-    assert reader.lengths == [len(row.token_ids) for row in rows]
-    assert reader.sample_ids == [row.sample_id for row in rows]
+    read = open_rows(shard_dir)
+    assert len(read) == len(rows)
     order = 2 * list(range(len(rows)))
     random.shuffle(order)
     for index in order:
-        assert_same(rows[index], reader.row(index), storage[0])
+        assert_same(rows[index], read[index](), storage[0])
 
 
 def test_a_huge_row_between_small_ones_has_a_frame_and_ends_its_chunk(tmp_path: Path) -> None:
@@ -272,7 +269,7 @@ def test_a_broken_manifest_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(
         ValueError, match=r"manifest\.json is not a manifest .*; delete the directory and run again"
     ):
-        HiddenStateReader(tmp_path)
+        read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("version", [1, 2, 4, 99])
@@ -302,7 +299,7 @@ def test_an_older_and_a_newer_format_version_are_named(tmp_path: Path, version: 
             r"chunk-00000-[0-9a-f]{8}\.safetensors must have rows of at least one token",
         ),
         ({"lengths": []}, "must have rows of at least one token"),
-        ({"lengths": [1, 1, 8]}, "its chunks hold 6 rows and 19 tokens, it says 6 and 18"),
+        ({"lengths": [1, 1, 8]}, "its chunks hold 6 rows and 19 tokens, its counts are 6 and 18"),
     ],
 )
 def test_a_manifest_that_describes_no_chunk_is_named(
@@ -340,7 +337,7 @@ def test_a_truncated_chunk_is_named(tmp_path: Path, keep: int) -> None:
     with pytest.raises(
         ValueError, match=rf"{path.name}: \d+ bytes expected, \d+ bytes found; the shard .* is damaged"
     ):
-        HiddenStateReader(tmp_path)
+        read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("place", [0, 100, -1])
@@ -353,12 +350,13 @@ def test_a_corrupt_byte_is_named_when_its_chunk_is_first_read(
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(data)
-    reader = HiddenStateReader(tmp_path)
-    assert reader.row(0).sample_id == "id-0"
+    rows = read_hidden_states(tmp_path)
+    for sample_id in manifest["chunks"][0]["sample_ids"]:
+        assert next(rows).sample_id == sample_id
     sha256, found = manifest["chunks"][1]["sha256"], hashlib.sha256(data).hexdigest()
     message = f"{path}: sha256 {sha256} expected, {found} found; the shard {tmp_path} is damaged: delete it and run again"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        reader.row(len(manifest["chunks"][0]["lengths"]))
+        next(rows)
 
 
 def test_a_copy_is_named_by_what_it_is_a_copy_of(tmp_path: Path) -> None:

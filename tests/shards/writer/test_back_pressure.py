@@ -55,7 +55,7 @@ class Adder(threading.Thread):
 
 def test_a_slow_store_holds_up_who_adds_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = token_rows(["0111011", "11111"] * 10)
-    gate = Gate(monkeypatch, HiddenStateWriter, "_save")
+    gate = Gate(monkeypatch, hidden_state_writer, "move_file")
     writer = open_writer(tmp_path, rows)
     assert [len(frames) for frames in writer.plan] == [2] * 10
     adder = Adder(writer)
@@ -71,8 +71,8 @@ def test_who_waits_for_a_store_learns_that_it_failed(tmp_path: Path, monkeypatch
     def fail(*args: Any) -> None:
         raise OSError("gone")
 
-    monkeypatch.setattr(HiddenStateWriter, "_save", fail)
-    gate = Gate(monkeypatch, HiddenStateWriter, "_save")
+    monkeypatch.setattr(hidden_state_writer, "move_file", fail)
+    gate = Gate(monkeypatch, hidden_state_writer, "move_file")
     adder = Adder(open_writer(tmp_path, token_rows(["0111011", "11111"] * 10)))
     adder.wait_until_blocked()
     gate.opened.set()
