@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from eagle3.draft.batch import PackedBatch
+from eagle3.draft.loss import chunk_slots
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,27 @@ class AcceptanceCounts:
     def by_position(self) -> list[float]:
         """Share of rounds in which guess 1 … k was accepted; zeros where there was no round."""
         return [count / max(1, self.rounds) for count in self.accepted_by_position]
+
+
+def guess(states: Tensor, head: Tensor, target_ids: Tensor) -> Tensor:
+    """The draft's first choices as target token ids.
+
+    Args:
+        states: [I, S, H] from Eagle3Draft.forward.
+        head: [K, H] draft head, dtype of states.
+        target_ids: [K] int64 target ids of the draft vocabulary.
+
+    Returns:
+        [I, S] int64.
+    """
+    size = chunk_slots(len(target_ids), states.device)
+    steps = [torch.cat([(x @ head.T).argmax(-1) for x in step.split(size)]) for step in states]
+    return target_ids[torch.stack(steps)]
+
+
+def find_hits(guesses: Tensor, batch: PackedBatch) -> Tensor:
+    """[I, S] bool: the guess is the text's own token, on valid pairs; one outside the draft vocabulary is never hit."""
+    return (guesses == batch.labels()) & batch.valid
 
 
 def walk(hits: Tensor, first: int, last: int, k: int) -> AcceptanceCounts:

@@ -9,7 +9,7 @@ p' = p · coverage the target's before renormalising:
 α is the probability that speculative sampling accepts the draft's token, 1 - α the total variation, λ = exp(-η α) a constant of
 each pair. The gradient of the head input (and of a trained head) is formed in the same pass, so no [slots, K] tensor outlives its
 chunk, and the target's softmax of a position is made once for all steps: slot s at step i is labelled by last[s + i]
-(batch.PackedBatch). Tokens outside the draft vocabulary are misses in every accuracy (ttt.find_hits).
+(batch.PackedBatch). Tokens outside the draft vocabulary are misses in every accuracy (acceptance.find_hits).
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from eagle3.draft.batch import PackedBatch
+from eagle3.targets.weights import TargetTensors
 
 # Logits that exist at once in each of the four buffers of a chunk: 16 MiB in float32 on a CPU, where larger ones gain nothing;
 # 256 MiB on a GPU, to keep it busy.
@@ -28,14 +29,25 @@ CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 @dataclass(frozen=True)
 class TargetHead:
-    """The frozen side of the loss: norm gain [H], epsilon, head rows of the draft vocabulary [K, H], its target ids [K] int64,
-    and the whole head [V, H]; rows and head in the compute dtype."""
+    """The frozen side of the loss.
+
+    norm_weight: [H] gain of the final norm. rows: [K, H] head rows of the draft vocabulary. target_ids: [K] int64, its
+    target ids. head: [V, H]. All but the ids are in the compute dtype.
+    """
 
     norm_weight: Tensor
     norm_eps: float
     rows: Tensor
     target_ids: Tensor
     head: Tensor
+
+    @classmethod
+    def from_target(
+        cls, target: TargetTensors, target_ids: Tensor, device: torch.device | str = "cpu"
+    ) -> "TargetHead":
+        """Copy what the loss needs to a device."""
+        head, norm = target.head.to(device), target.norm_weight.to(device)
+        return cls(norm, target.norm_eps, head[target_ids], target_ids.to(device), head)
 
     def normed(self, last: Tensor) -> Tensor:
         """last [S, H] any float dtype -> head input [S, H] in the compute dtype."""
@@ -44,8 +56,8 @@ class TargetHead:
 
 @dataclass(frozen=True)
 class UnrollLoss:
-    """loss [], summed over pairs, at least float32, with gradient; per_step [I], summed loss of each step's valid slots without
-    weights, no gradient; argmax [I, S] int64, the draft's first choice as a target token id."""
+    """loss: [] weighted sum over pairs, at least float32, with gradient. per_step: [I] sum over each step's valid slots, without
+    weights and gradient. argmax: [I, S] int64, the draft's first choices as target token ids."""
 
     loss: Tensor
     per_step: Tensor
@@ -68,7 +80,7 @@ def unroll_loss(
     """Weighted sum of the loss over all valid (slot, step) pairs.
 
     Args:
-        states: [I, S, H] normed draft states (ttt.unroll), compute dtype.
+        states: [I, S, H] normed draft states (Eagle3Draft.forward), compute dtype.
         head: [K, H] draft head, float32 or the compute dtype.
         batch: pack; `valid` says which pairs count.
         target: the target's head.
@@ -77,9 +89,8 @@ def unroll_loss(
     """
     last = target.normed(batch.last)
     covered = coverage(last, target) if lk_eta is not None else None
-    loss, per_step, choice = HeadLoss.apply(
-        states, head, last, target.rows, covered, batch.valid, weights, lk_eta or 0.0
-    )
+    labels = _Labels(last, target.rows, covered, batch.valid, weights, lk_eta or 0.0)
+    loss, per_step, choice = HeadLoss.apply(states, head, labels)
     return UnrollLoss(loss, per_step, target.target_ids[choice])
 
 
@@ -108,60 +119,60 @@ def coverage(last: Tensor, target: TargetHead) -> Tensor:
     return covered
 
 
+@dataclass(frozen=True)
+class _Labels:
+    """What gets no gradient. last: [S, H] normed last hidden states. rows: [K, H] of the target's head. covered: [S], None for kl.
+    valid: [I, S]. weights: [I, S]. lk_eta: η."""
+
+    last: Tensor
+    rows: Tensor
+    covered: Tensor | None
+    valid: Tensor
+    weights: Tensor
+    lk_eta: float
+
+
 class HeadLoss(torch.autograd.Function):
     """Chunked head, softmax and loss; backward only scales the gradients that forward made."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: FunctionCtx,
-        states: Tensor,
-        head: Tensor,
-        last: Tensor,
-        rows: Tensor,
-        covered: Tensor | None,
-        valid: Tensor,
-        weights: Tensor,
-        lk_eta: float,
+        ctx: FunctionCtx, states: Tensor, head: Tensor, labels: _Labels
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_steps, num_slots, _ = states.shape
-        wide = torch.promote_types(states.dtype, torch.float32)
+        device, wide = states.device, torch.promote_types(states.dtype, torch.float32)
         compute_head = head.to(states.dtype)
-        need_states, need_head = ctx.needs_input_grad[0], ctx.needs_input_grad[1]  # type: ignore[attr-defined]
+        need_states, need_head, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
         d_states = torch.zeros_like(states) if need_states else None
         d_head = torch.zeros_like(head) if need_head else None
-        per_step = torch.zeros(num_steps, device=states.device, dtype=wide)
-        loss = torch.zeros((), device=states.device, dtype=wide)
-        choice = torch.zeros(num_steps, num_slots, dtype=torch.int64, device=states.device)
-        size = min(chunk_slots(len(head), states.device), max(num_slots, 1))
+        per_step = torch.zeros(num_steps, device=device, dtype=wide)
+        loss = torch.zeros((), device=device, dtype=wide)
+        choice = torch.zeros(num_steps, num_slots, dtype=torch.int64, device=device)
+        size = min(chunk_slots(len(head), device), max(num_slots, 1))
         # One set of buffers for all chunks: on a CPU fresh pages cost more than the arithmetic on them.
         shape = (size + num_steps - 1, len(head))
-        target_logits, p, logits, q = (torch.empty(shape, device=states.device, dtype=wide) for _ in range(4))
+        target_logits, p, logits, q = (torch.empty(shape, device=device, dtype=wide) for _ in range(4))
         for a in range(0, num_slots, size):
             b = min(a + size, num_slots)
-            labelling = slice(a, min(b + num_steps - 1, num_slots))
-            neg_entropy = _target_softmax(_logits(last[labelling], rows, target_logits), p)
+            last = labels.last[a : min(b + num_steps - 1, num_slots)]
+            neg_entropy = _target_softmax(_logits(last, labels.rows, target_logits), p)
             for i in range(num_steps):
                 # The last slots of a pack have no last[s + i]: they are not valid at that step.
                 end = min(b, num_slots - i)
                 if end <= a:
                     break
                 chunk, at = slice(a, end), slice(i, i + end - a)
-                x, w = states[i, chunk], weights[i, chunk]
+                x, w = states[i, chunk], labels.weights[i, chunk]
                 pair, choice[i, chunk], grad = _kl_and_gradient(
                     _logits(x, compute_head, logits), p[at], neg_entropy[at], q
                 )
-                if covered is not None:
-                    pair, grad = _lk_hybrid(pair, grad, p[at], covered[a + i : end + i], lk_eta)
-                per_step[i] += (pair * valid[i, chunk]).sum()
+                if labels.covered is not None:
+                    covered = labels.covered[a + i : end + i]
+                    pair, grad = _lk_hybrid(pair, grad, p[at], covered, labels.lk_eta)
+                per_step[i] += (pair * labels.valid[i, chunk]).sum()
                 loss += (pair * w).sum()
-                _add_gradients(
-                    grad.to(x.dtype),
-                    x,
-                    w,
-                    compute_head,
-                    None if d_states is None else d_states[i, chunk],
-                    d_head,
-                )
+                d_x = None if d_states is None else d_states[i, chunk]
+                _add_gradients(grad.to(x.dtype), x, w, compute_head, d_x, d_head)
         ctx.save_for_backward(d_states, d_head)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(per_step, choice)  # type: ignore[attr-defined]
         return loss, per_step, choice
@@ -170,15 +181,15 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         d_states, d_head = ctx.saved_tensors  # type: ignore[attr-defined]
         scaled = [None if d is None else d * grad.to(d.dtype) for d in (d_states, d_head)]
-        return *scaled, None, None, None, None, None, None
+        return *scaled, None
 
 
 def _add_gradients(
-    grad: Tensor, x: Tensor, weights: Tensor, head: Tensor, d_states: Tensor | None, d_head: Tensor | None
+    grad: Tensor, x: Tensor, weights: Tensor, head: Tensor, d_x: Tensor | None, d_head: Tensor | None
 ) -> None:
-    """Set d_states [C, H] and add to d_head [K, H], from the gradient of the logits [C, K], weights [C] and x [C, H]."""
-    if d_states is not None:
-        d_states.copy_((grad @ head) * weights[:, None])
+    """Set d_x [C, H] and add to d_head [K, H], from the gradient of the logits [C, K], weights [C] and x [C, H]."""
+    if d_x is not None:
+        d_x.copy_((grad @ head) * weights[:, None])
     if d_head is not None:
         weighted = (x * weights[:, None]).to(x.dtype)
         d_head.add_(grad.T @ weighted) if d_head.dtype != x.dtype else d_head.addmm_(grad.T, weighted)

@@ -8,7 +8,7 @@ Parameter names are those of the exported checkpoint. The layer follows vLLM's `
 """
 
 import logging
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,112 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eagle3.config.training import TrainConfig
-from eagle3.draft.speculators import LAYER_TYPES, plain_name, read_config, read_target_ids
+from eagle3.draft.attention import UnrollCache, VisibleKeys, unroll_attention
+from eagle3.draft.batch import PackedBatch
+from eagle3.draft.config import DraftConfig
+from eagle3.draft.speculators import plain_name, read_config, read_target_ids
 from eagle3.targets.weights import TargetTensors
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DraftConfig:
-    """Shape and flags of a draft; `to_dict` is draft.json.
-
-    transformer_layer_config: Hugging Face config of the one layer, `model_type` llama or qwen3. draft_vocab_size: K.
-    target_hidden_size: H of the target. eagle_aux_hidden_state_layer_ids: A ids, ascending. target_architectures: as in the
-    target's config.json.
-    """
-
-    transformer_layer_config: dict[str, Any]
-    draft_vocab_size: int
-    target_hidden_size: int
-    norm_before_residual: bool
-    norm_before_fc: bool
-    fc_norm: bool
-    norm_output: bool
-    eagle_aux_hidden_state_layer_ids: list[int]
-    target_architectures: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_target(
-        cls, target: dict[str, Any], layer_ids: list[int], draft_vocab_size: int, cfg: TrainConfig
-    ) -> "DraftConfig":
-        """Derive the draft from the target's config.json: same width, heads and RoPE, one layer, no biases, untied head."""
-        return cls(
-            transformer_layer_config=layer_config(target),
-            draft_vocab_size=draft_vocab_size,
-            target_hidden_size=target["hidden_size"],
-            norm_before_residual=cfg.norm_before_residual,
-            norm_before_fc=cfg.norm_before_fc,
-            fc_norm=cfg.fc_norm,
-            norm_output=cfg.norm_output,
-            eagle_aux_hidden_state_layer_ids=layer_ids,
-            target_architectures=target.get("architectures") or [],
-        )
-
-
-def layer_config(target: dict[str, Any]) -> dict[str, Any]:
-    """Hugging Face config of the draft's one layer, from the target's: a Qwen3 layer for a Qwen3 target, else a Llama layer."""
-    from transformers import AutoConfig
-
-    if target["model_type"] not in LAYER_TYPES:
-        return _llama_layer_config(target)
-    per_layer = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
-    drop = (
-        *per_layer,
-        "model_type",
-        "architectures",
-        "_name_or_path",
-        "auto_map",
-        "quantization_config",
-        "torch_dtype",
-        "dtype",
-    )
-    kept = {k: v for k, v in target.items() if k not in drop}
-    kept |= {"num_hidden_layers": 1, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
-    config: dict[str, Any] = AutoConfig.for_model(target["model_type"], **kept).to_dict()
-    return config
-
-
-def _llama_layer_config(target: dict[str, Any]) -> dict[str, Any]:
-    """A Llama layer of the target's width, heads and RoPE; full attention, a dense MLP, no biases."""
-    from transformers import AutoConfig
-
-    # The target's own class fills in what its config.json leaves to defaults, such as gpt-oss's RoPE.
-    own = ("architectures", "_name_or_path", "auto_map", "quantization_config", "torch_dtype", "dtype")
-    whole = AutoConfig.for_model(**{k: v for k, v in target.items() if k not in own}).to_dict()
-    sizes = (
-        "vocab_size",
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "max_position_embeddings",
-    )
-    others = (
-        "rope_parameters",
-        "rms_norm_eps",
-        "initializer_range",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-    )
-    config: dict[str, Any] = AutoConfig.for_model(
-        "llama",
-        num_hidden_layers=1,
-        intermediate_size=_mlp_width(whole),
-        tie_word_embeddings=False,
-        **{key: whole[key] for key in (*sizes, *others) if key in whole},
-    ).to_dict()
-    return config
-
-
-def _mlp_width(target: dict[str, Any]) -> int:
-    """Inner width of the draft's MLP: the target's, or that of all the experts that one token passes together."""
-    width = int(target.get("moe_intermediate_size") or target["intermediate_size"])
-    return width * int(target.get("num_experts_per_tok") or 1)
 
 
 class RotaryTable(nn.Module):
@@ -148,7 +49,7 @@ class RotaryTable(nn.Module):
 
 
 class DraftAttention(nn.Module):
-    """Projections of the layer's attention; the attention itself is draft/attention.py."""
+    """Grouped-query attention over [embedding; hidden]."""
 
     def __init__(self, layer: dict[str, Any]) -> None:
         super().__init__()
@@ -163,15 +64,18 @@ class DraftAttention(nn.Module):
         self.q_norm: nn.Module = nn.RMSNorm(self.size, eps=eps) if per_head_norm else nn.Identity()
         self.k_norm: nn.Module = nn.RMSNorm(self.size, eps=eps) if per_head_norm else nn.Identity()
 
-    def queries(self, x: Tensor, positions: Tensor, rope: RotaryTable) -> Tensor:
-        """x [L, 2H], positions [L] -> [L, N, D]."""
-        rotated: Tensor = rope(self.q_norm(self.q_proj(x).view(-1, self.num_heads, self.size)), positions)
-        return rotated
-
-    def keys_values(self, x: Tensor, positions: Tensor, rope: RotaryTable) -> tuple[Tensor, Tensor]:
-        """x [L, 2H], positions [L] -> two [L, G, D]."""
+    def forward(
+        self, x: Tensor, positions: Tensor, rope: RotaryTable, cache: UnrollCache, queries: Tensor | None
+    ) -> Tensor:
+        """x [L, 2H], the rest as in DraftLayer -> [S, H]."""
         keys = rope(self.k_norm(self.k_proj(x).view(-1, self.num_groups, self.size)), positions)
-        return keys, self.v_proj(x).view(-1, self.num_groups, self.size)
+        cache.append(keys, self.v_proj(x).view(-1, self.num_groups, self.size))
+        if queries is not None:
+            x, positions = x[queries], positions[queries]
+        q = rope(self.q_norm(self.q_proj(x).view(-1, self.num_heads, self.size)), positions)
+        attended = unroll_attention(q, cache.k0, cache.v0, cache.own_k, cache.own_v, cache.visible)
+        out: Tensor = self.o_proj(attended.flatten(1))
+        return out
 
 
 class DraftMLP(nn.Module):
@@ -202,43 +106,84 @@ class DraftLayer(nn.Module):
         self.self_attn = DraftAttention(layer)
         self.mlp = DraftMLP(layer)
 
-    def attention_input(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """embedding [L, H], hidden [L, H] -> ([e; n] [L, 2H], residual [L, H])."""
-        normed = self.hidden_norm(hidden)
-        return torch.cat(
-            [self.input_layernorm(embedding), normed], -1
-        ), normed if self.norm_before_residual else hidden
+    def forward(
+        self,
+        embedding: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        rope: RotaryTable,
+        cache: UnrollCache,
+        queries: Tensor | None = None,
+    ) -> Tensor:
+        """One step of the unroll.
 
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """residual [L, H], attended [L, N, D] -> state before the final norm [L, H]."""
-        residual = residual + self.self_attn.o_proj(attended.flatten(1))
+        Args:
+            embedding: [L, H] of the tokens fed; L is T at step 0, S later.
+            hidden: [L, H] fc's output at step 0, the state fed back later.
+            positions: [L] int64, RoPE positions.
+            cache: gets the keys and values of these L positions.
+            queries: [S] int64, which of them attend; None for all.
+
+        Returns:
+            [S, H] states before the final norm.
+        """
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        x = torch.cat([self.input_layernorm(embedding), normed], -1)
+        if queries is not None:
+            residual = residual[queries]
+        residual = residual + self.self_attn(x, positions, rope, cache, queries)
         out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
         return out
 
 
 class Eagle3Draft(nn.Module):
-    """All tensors of a draft. The target's embedding is a buffer: used, never trained, never saved."""
+    """All tensors of a draft, and its unroll. The target's embedding is a buffer: used, never trained, never saved."""
 
     def __init__(self, config: DraftConfig, embedding: Tensor) -> None:
         super().__init__()
         layer = config.transformer_layer_config
         hidden, eps = layer["hidden_size"], layer["rms_norm_eps"]
-        num_aux = len(config.eagle_aux_hidden_state_layer_ids)
+        width, num_aux = config.target_hidden_size, len(config.eagle_aux_hidden_state_layer_ids)
         self.config = config
         self.register_buffer("embedding", embedding, persistent=False)
         self.input_norm: nn.Module = (
-            nn.RMSNorm(num_aux * config.target_hidden_size, eps=eps)
-            if config.norm_before_fc
-            else nn.Identity()
+            nn.RMSNorm(num_aux * width, eps=eps) if config.norm_before_fc else nn.Identity()
         )
-        self.fc_norm = nn.ModuleList(
-            nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(num_aux * config.fc_norm)
-        )
-        self.fc = nn.Linear(num_aux * config.target_hidden_size, hidden, bias=False)
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(width, eps=eps) for _ in range(num_aux * config.fc_norm))
+        self.fc = nn.Linear(num_aux * width, hidden, bias=False)
         self.layers = nn.ModuleList([DraftLayer(layer, config.norm_before_residual)])
         self.norm = nn.RMSNorm(hidden, eps=eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.rope = RotaryTable(layer)
+
+    def forward(self, batch: PackedBatch, visible: VisibleKeys | None = None) -> Tensor:
+        """The unroll (training-time test): I steps as serving runs them, on supervised slots only.
+
+        Step 0 gives every position a key and a value, and supervised slots a query. Step i feeds slot p the token
+        t[p + 1 + i] and its own state of step i - 1, at RoPE position p + i, and adds one key and value that only slot p sees.
+
+        Args:
+            batch: S supervised slots, I steps.
+            visible: what the slots see, where the caller has worked it out from the pack on the CPU already.
+
+        Returns:
+            [I, S, H] normed states: lm_head of entry [i, s] are the logits for batch.labels()[i, s]. Entries that are not
+            batch.valid are finite and meaningless.
+        """
+        layer, slots = self.layers[0], batch.slots
+        cache = UnrollCache(visible or VisibleKeys.from_batch(batch, slots.device))
+        # The last position of a row gets a foreign token; no slot of the row sees its key.
+        next_ids = batch.token_ids.roll(-1)
+        hidden = self.combine_aux(batch.aux)
+        pre = layer(self.embed(next_ids), hidden, batch.positions, self.rope, cache, queries=slots)
+        states = [self.norm(pre)]
+        for step in range(1, len(batch.valid)):
+            fed_back = self.norm(pre) if self.config.norm_output else pre
+            positions = batch.positions[slots] + step
+            pre = layer(self.embed(batch.fed_ids(step)), fed_back, positions, self.rope, cache)
+            states.append(self.norm(pre))
+        return torch.stack(states)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[L] target token ids -> [L, H]."""
@@ -253,20 +198,15 @@ class Eagle3Draft(nn.Module):
         out: Tensor = self.fc(x)
         return out
 
-    def feedback(self, pre: Tensor) -> Tensor:
-        """State handed to the next step: before the final norm, or after it with `norm_output`; [L, H]."""
-        out: Tensor = self.norm(pre) if self.config.norm_output else pre
-        return out
-
 
 def init_draft(
     config: DraftConfig, target: TargetTensors, target_ids: Tensor, cfg: TrainConfig
 ) -> Eagle3Draft:
     """Build a draft ready to train.
 
-    Matrices are normal with the target's initializer_range, norms are ones, the head starts from the target's rows of the draft
-    vocabulary (cfg.head random: normal too). The last norm does not start from the target's, whose gain can be far from one:
-    on SmolLM2 a run that did began at 25 nats a step, one from ones at 12 (other settings differed too).
+    Matrices are normal with the target's initializer_range, norms are ones, the head starts from the target's rows of the
+    draft vocabulary (cfg.head random: normal too). The last norm does not start from the target's, whose gain can be far
+    from one: on SmolLM2 a run that did began at 25 nats a step, one from ones at 12 (other settings differed too).
 
     Args:
         target_ids: [K] int64 target ids of the draft vocabulary.
@@ -301,9 +241,8 @@ def load_exported(export_dir: str | Path, embedding: Tensor) -> tuple[Eagle3Draf
     tensors = {plain_name(name): t for name, t in load_file(Path(export_dir) / "model.safetensors").items()}
     own = tensors.pop("embed_tokens.weight", None)
     if own is not None and not torch.equal(own.float(), embedding.cpu().to(own.dtype).float()):
-        logger.warning(
-            "%s has an embedding of its own that differs from the target's; the target's is used", export_dir
-        )
+        message = "%s has an embedding of its own that differs from the target's; the target's is used"
+        logger.warning(message, export_dir)
     draft = Eagle3Draft(config, embedding)
     draft.load_state_dict({name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}, strict=True)
     return draft, read_target_ids(export_dir, config.draft_vocab_size)

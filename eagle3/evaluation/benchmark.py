@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from eagle3.config.engine import EngineConfig, EvaluateConfig, ExtractConfig
-from eagle3.draft.acceptance import AcceptanceCounts, walk
+from eagle3.draft.acceptance import AcceptanceCounts, find_hits, guess, walk
 from eagle3.draft.batch import pack_rows
 from eagle3.draft.model import Eagle3Draft, load_exported
-from eagle3.draft.unroll import find_hits, guess, unroll
 from eagle3.engine import engine as target_engine
 from eagle3.engine.engine import Generation
 from eagle3.engine.progress import Report, Watch
@@ -211,7 +210,7 @@ def _hits_by_position(
     """[k, T] bool: whether the guess of TTT step i at a position is the target's own token."""
     batch = pack_rows([captured], ttt_steps)
     with torch.no_grad():
-        hits = find_hits(guess(unroll(draft, batch), draft.lm_head.weight, target_ids), batch)
+        hits = find_hits(guess(draft(batch), draft.lm_head.weight, target_ids), batch)
     by_position = torch.zeros(len(hits), len(captured.token_ids), dtype=torch.bool)
     by_position[:, batch.slots] = hits
     return by_position

@@ -16,8 +16,8 @@ from eagle3.config.resources import PodDisks
 from eagle3.config.run import RunSettings
 from eagle3.data.prepare import check_sources
 from eagle3.data.sources import pin_sources, resolve_source
+from eagle3.draft.config import DraftConfig
 from eagle3.draft.initial import check_settings, read_settings, resolve_initial
-from eagle3.draft.model import DraftConfig
 from eagle3.draft.speculators import expected_shapes
 from eagle3.export import check_public_name
 from eagle3.planning.accelerators import ACCELERATORS

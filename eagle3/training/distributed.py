@@ -1,7 +1,7 @@
-"""The processes that train together: who this one is, and the sums that all of them need.
+"""The processes that train together: which one this is, and the sums that all of them need.
 
-Each process is started with RANK, WORLD_SIZE and LOCAL_RANK set (torchrun); without them there is one process and nothing is
-exchanged. Tensors on a GPU travel by NCCL, flags of the host by gloo, so that asking for a flag never waits for the GPU.
+torchrun starts each process with RANK, WORLD_SIZE and LOCAL_RANK set; without them there is one process and nothing is
+exchanged. Tensors on a GPU are exchanged by NCCL, flags of the host by gloo, so that asking for a flag never waits for the GPU.
 """
 
 import os
@@ -22,14 +22,17 @@ class DistContext:
     size: int
     device: torch.device
 
-    def add(self, tensor: Tensor) -> Tensor:
-        """Sum over all processes, in place."""
-        if self.size > 1:
-            _all_reduce(tensor)
-        return tensor
+    def sum_over_ranks(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sum each tensor over all processes, in one exchange; all are float64, with the same names and shapes everywhere."""
+        if self.size == 1:
+            return sums
+        packed = torch.cat([tensor.flatten() for tensor in sums.values()])
+        _all_reduce(packed)
+        parts = packed.split([tensor.numel() for tensor in sums.values()])
+        return {name: part.view(sums[name].shape) for name, part in zip(sums, parts, strict=True)}
 
-    def any(self, flag: bool) -> bool:
-        """True if it is True in any process; all must ask."""
+    def any_rank(self, flag: bool) -> bool:
+        """Whether the flag is True in any process; all must ask."""
         if self.size == 1:
             return flag
         votes = torch.tensor([int(flag)])
@@ -44,21 +47,20 @@ def init_distributed(device: str) -> DistContext:
         device: TrainConfig.device.
 
     Raises:
-        ValueError: if a GPU is asked for where none is.
+        ValueError: if a GPU is asked for and there is none.
     """
-    rank, size, local = (
-        int(os.environ.get(k, d)) for k, d in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-    )
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise ValueError("train.device is cuda, but torch sees no GPU here; set it to auto or cpu")
     on_gpu = has_gpu and device != "cpu"
-    here = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    here = torch.device("cpu")
     if on_gpu:
+        here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(here)
-    if size > 1:
+    context = DistContext(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), here)
+    if context.size > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    return DistContext(rank, size, here)
+    return context
 
 
 def _all_reduce(tensor: Tensor) -> None:
@@ -71,6 +73,6 @@ def _all_reduce(tensor: Tensor) -> None:
 
 
 def close_distributed() -> None:
-    """Part from the other processes."""
+    """Leave the other processes."""
     if dist.is_initialized():
         dist.destroy_process_group()

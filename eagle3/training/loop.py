@@ -1,6 +1,6 @@
-"""The training run: shards and vocabulary in, draft out; goes on from its own checkpoint.
+"""The training run: shards and vocabulary in, draft out; resumes from its own checkpoint.
 
-plan the packs -> for every step: read its packs, train_step, log, validate, keep the best, checkpoint -> draft.safetensors
+make the schedule -> for every step: read its packs, train_step, log, validate, keep the best, checkpoint -> draft.safetensors
 """
 
 import json
@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ from tqdm import tqdm
 from eagle3.config.training import TrainConfig
 from eagle3.draft.acceptance import AcceptanceCounts, walk_batch
 from eagle3.draft.batch import PackedBatch
+from eagle3.draft.config import DraftConfig
 from eagle3.draft.loss import TargetHead
-from eagle3.draft.model import DraftConfig, Eagle3Draft, init_draft, load_exported
+from eagle3.draft.model import Eagle3Draft, init_draft, load_exported
 from eagle3.files import atomic_path, digest_of
 from eagle3.targets.weights import TargetTensors, load_target_tensors
 from eagle3.training.checkpoint import (
@@ -35,12 +35,12 @@ from eagle3.training.checkpoint import (
 )
 from eagle3.training.distributed import DistContext
 from eagle3.training.launch import Preempted, TrainJob
-from eagle3.training.loader import ShardRows, read_packs
+from eagle3.training.loader import Pack, ShardRows, read_packs
 from eagle3.training.metrics import MetricLog
-from eagle3.training.optimizer import learning_rate_factor, make_optimizers, set_learning_rate
+from eagle3.training.optimizer import make_optimizers, set_learning_rate
 from eagle3.training.schedule import Schedule, make_schedule, split_pack
 from eagle3.training.step import PART_TOKENS, Objective, Trainer, judge, train_step
-from eagle3.vocab import load_vocab
+from eagle3.vocab import Vocab, load_vocab
 
 logger = logging.getLogger(__name__)
 DRAFT_WEIGHTS, DRAFT_CONFIG, METRICS = "draft.safetensors", "draft.json", "metrics.jsonl"
@@ -48,69 +48,50 @@ ALONE = DistContext(0, 1, torch.device("cpu"))
 
 
 def train(
-    job: TrainJob, ranks: DistContext = ALONE, should_stop: Callable[[int], bool] = lambda step: False
+    job: TrainJob, dist: DistContext = ALONE, should_stop: Callable[[int], bool] = lambda step: False
 ) -> None:
     """Train a draft and write draft.safetensors, draft.json and metrics.jsonl into job.out_dir.
 
     Args:
-        job: inputs and settings; out_dir also holds the checkpoint, and a run that finds one there goes on from it.
-        ranks: this process among those that train together.
+        job: inputs and settings; out_dir also holds the checkpoint, from which a run resumes.
+        dist: this process among those that train together.
         should_stop: asked with the number of steps done before each step.
 
     Raises:
-        Preempted: when should_stop says so; a checkpoint has been saved.
+        Preempted: when should_stop returned True; a checkpoint has been saved.
         ValueError: on shards, vocabulary, target and initial draft that do not fit together.
-        FloatingPointError: on a non-finite loss or gradient, before it reaches a checkpoint; names the conversations of the pack.
+        FloatingPointError: on a non-finite loss or gradient, before it reaches a checkpoint; names the conversations.
     """
-    out = Path(job.out_dir)
-    cache_dir = (
-        out / f"chunks-{ranks.rank}"
-    )  # stays when killed: the next attempt takes over what was fetched
+    cfg, out = job.cfg, Path(job.out_dir)
+    cache_dir = out / f"chunks-{dist.rank}"  # stays when killed: the next attempt uses what was fetched
     cache_dir.mkdir(parents=True, exist_ok=True)
-    rows = ShardRows(job.shard_dirs, cache_dir, job.cfg.disk_budget_bytes // ranks.size)
+    rows = ShardRows(job.shard_dirs, cache_dir, cfg.disk_budget_bytes // dist.size)
     for found in rows.layer_ids:
         if found != job.layer_ids:
             raise ValueError(
-                f"the shards hold aux layers {found}, the job says {job.layer_ids}; extract those or train on these"
+                f"the shards hold aux layers {found}, the job wants {job.layer_ids}; extract those or train on these"
             )
-    trainer, identity = make_trainer(job, ranks)
-    run(
-        trainer,
-        make_schedule(rows, job.cfg, identity),
-        rows,
-        out,
-        should_stop,
-        judge_first=bool(job.init_dir),
-    )
+    dtype = compute_dtype(cfg, dist.device)
+    vocab, target = load_vocab(job.vocab_path), load_target_tensors(job.target_dir, dtype)
+    if len(vocab.t2d) != len(target.head):
+        raise ValueError(
+            f"{job.vocab_path} is for a target of {len(vocab.t2d)} tokens, {job.target_dir} has {len(target.head)}; "
+            "make it again"
+        )
+    draft = make_draft(job, target, vocab.target_ids).to(dist.device)
+    lk_eta = cfg.lk_eta if cfg.loss == "lk_hybrid" else None
+    head = TargetHead.from_target(target, vocab.target_ids, dist.device)
+    objective = Objective(draft, head, dtype, lk_eta)
+    trainer = Trainer.from_objective(objective, make_optimizers(draft, cfg), dist, cfg)
+    schedule = make_schedule(rows, cfg, identity_of(job, draft, vocab))
+    TrainingRun(trainer, schedule, rows, out).run(should_stop, judge_first=bool(job.init_dir))
     shutil.rmtree(cache_dir)
 
 
-def make_trainer(job: TrainJob, ranks: DistContext) -> tuple[Trainer, str]:
-    """Build draft, loss and optimizers on this process's device.
-
-    Returns:
-        The trainer, and the identity of everything but data and settings that decides the result.
-    """
-    cfg = job.cfg
-    dtype = (
-        torch.bfloat16
-        if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and ranks.device.type == "cuda")
-        else torch.float32
-    )
-    vocab = load_vocab(job.vocab_path)
-    target = load_target_tensors(job.target_dir, dtype)
-    if len(vocab.t2d) != len(target.head):
-        raise ValueError(
-            f"{job.vocab_path} is for a target of {len(vocab.t2d)} tokens, {job.target_dir} has {len(target.head)}; make it again"
-        )
-    draft = make_draft(job, target, vocab.target_ids).to(ranks.device)
-    lk_eta = cfg.lk_eta if cfg.loss == "lk_hybrid" else None
-    objective = Objective(draft, target_head(target, vocab.target_ids, ranks.device), dtype, lk_eta)
-    initial = (
-        digest_of(*(p.detach().cpu().numpy().tobytes() for p in draft.parameters())) if job.init_dir else ""
-    )
-    identity = digest_of(str(draft.config.to_dict()), vocab.digest, initial)
-    return Trainer.of(objective, make_optimizers(draft, cfg), ranks, cfg), identity
+def compute_dtype(cfg: TrainConfig, device: torch.device) -> torch.dtype:
+    """What train.dtype means on a device."""
+    is_auto_on_gpu = cfg.dtype == "auto" and device.type == "cuda"
+    return torch.bfloat16 if cfg.dtype == "bfloat16" or is_auto_on_gpu else torch.float32
 
 
 def make_draft(job: TrainJob, target: TargetTensors, target_ids: Tensor) -> Eagle3Draft:
@@ -125,137 +106,124 @@ def make_draft(job: TrainJob, target: TargetTensors, target_ids: Tensor) -> Eagl
     draft, ids = load_exported(job.init_dir, target.embedding)
     if not torch.equal(ids, target_ids):
         raise ValueError(
-            f"{job.init_dir} drafts other tokens than {job.vocab_path}; a draft goes on with its own vocabulary"
+            f"{job.init_dir} drafts other tokens than {job.vocab_path}; a draft keeps its own vocabulary"
         )
     draft.config = replace(draft.config, target_architectures=target.config.get("architectures") or [])
     draft.lm_head.weight.requires_grad_(job.cfg.head != "target_frozen")
     return draft
 
 
-def target_head(target: TargetTensors, target_ids: Tensor, device: torch.device) -> TargetHead:
-    """The target's side of the loss, on a device."""
-    head = target.head.to(device)
-    return TargetHead(
-        target.norm_weight.to(device), target.norm_eps, head[target_ids], target_ids.to(device), head
-    )
-
-
-def run(
-    trainer: Trainer,
-    schedule: Schedule,
-    rows: ShardRows,
-    out: Path,
-    should_stop: Callable[[int], bool],
-    judge_first: bool,
-) -> None:
-    """Take the steps that are left, then write the draft.
-
-    Args:
-        judge_first: the initial weights may be the best.
-    """
-    ranks, cfg, total = trainer.ranks, trainer.cfg, len(schedule.steps)
-    state = TrainingRun(trainer, schedule, out)
-    done = state.progress.step
-    logger.info(
-        "%d of %d steps done, %d rows, %d processes, %s",
-        done,
-        total,
-        len(rows.lengths),
-        ranks.size,
-        ranks.device,
-    )
-    held_out = list(
-        read_packs(rows, schedule.validation[ranks.rank :: ranks.size], cfg.pack_tokens, cfg.ttt_steps)
-    )
-    if schedule.validation and not ranks.any(any(len(batch.slots) for batch in held_out)):
-        logger.warning(
-            "the %d held-out packs have no supervised slot: no weights are better than others",
-            len(schedule.validation),
-        )
-    with (
-        tqdm(
-            total=total, initial=done, desc="train_draft", unit="step", mininterval=2, disable=ranks.rank > 0
-        ) as bar,
-        closing(step_batches(rows, schedule, done, ranks, cfg)) as packs_of_steps,
-    ):
-        state.log.on_flush = partial(_show, bar)
-        if judge_first and done == 0 and schedule.validation:
-            length = state.validate(held_out)["validation_acceptance_length"]
-            logger.info("the initial draft has a held-out acceptance length of %.3f", length)
-        for step in range(done, total):
-            if ranks.any(should_stop(step)):
-                state.save()
-                ranks.any(
-                    False
-                )  # nobody leaves before the file is whole: torchrun ends the others soon after the first
-                raise Preempted(f"stopped after {step} of {total} steps; run again to go on")
-            state.take_step(*next(packs_of_steps), held_out)
-    if done < total and not state.log.num_supervised:
-        raise ValueError(
-            f"no row has two supervised tokens in a row within train.pack_tokens {cfg.pack_tokens}, so nothing was learnt; "
-            "raise it, or look at the loss masks"
-        )
-    if ranks.rank == 0:
-        write_draft(state.draft, state.progress.best if cfg.keep == "best" else {}, out)
-
-
-def _show(bar: "tqdm[Any]", line: dict[str, Any]) -> None:
-    bar.set_postfix_str(
-        f"loss {line['loss']:.3f}, {line['supervised_per_s']:.0f} supervised tok/s", refresh=False
-    )
-    bar.update(line["step"] - bar.n)
+def identity_of(job: TrainJob, draft: Eagle3Draft, vocab: Vocab) -> str:
+    """Identity of everything but data and settings that decides the result."""
+    initial = ""
+    if job.init_dir:
+        initial = digest_of(*(p.detach().cpu().numpy().tobytes() for p in draft.parameters()))
+    return digest_of(str(draft.config.to_dict()), vocab.digest, initial)
 
 
 class TrainingRun:
     """A run at some step: weights, optimizers, progress and log, from the checkpoint in `out` where there is one."""
 
-    def __init__(self, trainer: Trainer, schedule: Schedule, out: Path) -> None:
-        self.trainer, self.schedule, self.path = trainer, schedule, out / CHECKPOINT_NAME
-        self.draft = trainer.objective.unrolled.draft
+    def __init__(self, trainer: Trainer, schedule: Schedule, rows: ShardRows, out: Path) -> None:
+        self.trainer, self.cfg, self.dist = trainer, trainer.cfg, trainer.dist
+        self.schedule = schedule
+        self.rows = rows
+        self.out = out
+        self.draft = trainer.objective.draft
         self.progress = Progress(0, {}, 0.0, b"")
-        if self.path.exists():
-            self.progress = load_checkpoint(self.path, self.draft, trainer.optimizers, schedule.digest)
-        metrics_path = out / METRICS if trainer.ranks.rank == 0 else None
+        if (out / CHECKPOINT_NAME).exists():
+            self.progress = load_checkpoint(
+                out / CHECKPOINT_NAME, self.draft, trainer.optimizers, schedule.digest
+            )
+        metrics_path = out / METRICS if self.dist.rank == 0 else None
         self.log = MetricLog(metrics_path, len(schedule.steps), self.progress.step, self.progress.metrics)
+        self.held_out: list[PackedBatch] = []
 
-    def take_step(self, batches: list[PackedBatch], wait_s: float, held_out: list[PackedBatch]) -> None:
-        """Train on the packs of the next step; log, validate and save where it is due."""
+    def run(self, should_stop: Callable[[int], bool], judge_first: bool) -> None:
+        """Take the steps that are left, then write the draft.
+
+        Args:
+            judge_first: the initial weights may be the best.
+        """
+        done, total = self.progress.step, len(self.schedule.steps)
+        message = "%d of %d steps done, %d rows, %d processes, %s"
+        logger.info(message, done, total, len(self.rows.lengths), self.dist.size, self.dist.device)
+        self._read_held_out()
+        if judge_first and done == 0 and self.schedule.validation:
+            length = self.validate()["validation_acceptance_length"]
+            logger.info("the initial draft has a held-out acceptance length of %.3f", length)
+        hidden = self.dist.rank > 0
+        bar = tqdm(total=total, initial=done, desc="train_draft", unit="step", mininterval=2, disable=hidden)
+        self.log.on_flush = lambda line: _show(bar, line)
+        with bar, closing(step_batches(self.rows, self.schedule, done, self.trainer)) as packs_of_steps:
+            for step in range(done, total):
+                if self.dist.any_rank(should_stop(step)):
+                    self._stop()
+                # No variable holds the batches: they are freed before the next ones are read.
+                self.take_step(*next(packs_of_steps))
+        if done < total and not self.log.num_supervised:
+            raise ValueError(
+                f"no row has two supervised tokens in a row within train.pack_tokens {self.cfg.pack_tokens}, so nothing "
+                "was learnt; raise it, or look at the loss masks"
+            )
+        if self.dist.rank == 0:
+            write_draft(self.draft, self.progress.best if self.cfg.keep == "best" else {}, self.out)
+
+    def _read_held_out(self) -> None:
+        packs = self.schedule.validation[self.dist.rank :: self.dist.size]
+        self.held_out = list(read_packs(self.rows, packs, self.cfg.pack_tokens, self.cfg.ttt_steps))
+        has_slots = self.dist.any_rank(any(len(batch.slots) for batch in self.held_out))
+        if self.schedule.validation and not has_slots:
+            message = "the %d held-out packs have no supervised slot: no weights are better than others"
+            logger.warning(message, len(self.schedule.validation))
+
+    def _stop(self) -> None:
+        self.save()
+        # Wait until the file is complete: torchrun kills the others soon after the first has ended.
+        self.dist.any_rank(False)
+        done, total = self.progress.step, len(self.schedule.steps)
+        raise Preempted(f"stopped after {done} of {total} steps; run again to resume")
+
+    def take_step(self, batches: list[PackedBatch], wait_s: float) -> None:
+        """Train on the packs of the next step; log, validate and save where it is due.
+
+        Args:
+            wait_s: seconds that the packs were waited for.
+        """
         for batch in batches:
             self._check_fits(batch)
-        cfg, step, total = self.trainer.cfg, self.progress.step, len(self.schedule.steps)
-        started = time.process_time()
-        factor = learning_rate_factor(step, total, cfg)
-        set_learning_rate(self.trainer.optimizers, factor)
-        figures = train_step(self.trainer, batches)
-        all_hits, done = figures.pop("hits"), step + 1
+        started, total = time.process_time(), len(self.schedule.steps)
+        rate = set_learning_rate(self.trainer.optimizers, self.progress.step, total, self.cfg)
+        result = train_step(self.trainer, batches)
+        done = self.progress.step + 1
         self.progress = replace(self.progress, step=done)
-        if (
-            self.log.is_due(done) or self.trainer.ranks.device.type == "cpu"
-        ):  # reading the hits would hold a GPU up
-            walks = [walk_batch(hits, batch) for hits, batch in zip(all_hits, batches, strict=True)]
-            figures["acceptance_length"] = sum(walks, AcceptanceCounts.empty(cfg.ttt_steps)).acceptance_length
+        values: dict[str, Any] = {name: value for name, value in vars(result).items() if name != "hits"}
+        # On a GPU only where the log is flushed: reading the hits waits for it.
+        if self.log.is_due(done) or self.dist.device.type == "cpu":
+            walks = [walk_batch(hits, batch) for hits, batch in zip(result.hits, batches, strict=True)]
+            counts = sum(walks, AcceptanceCounts.empty(self.cfg.ttt_steps))
+            values["acceptance_length"] = counts.acceptance_length
         if done in self.schedule.validate_after:
-            figures |= self.validate(held_out)
-        ids = [row for batch in batches for row in batch.sample_ids]
-        rate, cpu_s = cfg.learning_rate * factor, round(time.process_time() - started, 4)
-        self.log.add(done, ids, **figures, learning_rate=rate, wait_s=wait_s, cpu_s=cpu_s)
-        if done % cfg.checkpoint_every == 0 or done == total:
+            values |= self.validate()
+        values |= {"learning_rate": rate, "wait_s": wait_s, "cpu_s": round(time.process_time() - started, 4)}
+        self.log.log_step(done, [row for batch in batches for row in batch.sample_ids], **values)
+        if done % self.cfg.checkpoint_every == 0 or done == total:
             self.save()
 
     def _check_fits(self, batch: PackedBatch) -> None:
-        """Refuse states of another target: on a GPU a wrong size or token would end the process without a word."""
+        """Refuse states of another target: on a GPU a wrong size or token would end the process without a message."""
         config, num_tokens = self.draft.config, len(self.draft.get_buffer("embedding"))
         wanted = (len(config.eagle_aux_hidden_state_layer_ids), config.target_hidden_size)
         shape, largest = tuple(batch.aux.shape[1:]), int(batch.token_ids.max())
         if shape != wanted or largest >= num_tokens:
             raise ValueError(
-                f"states of {shape} (aux layers, hidden size) and token ids up to {largest} do not fit a draft of {wanted} and "
-                f"{num_tokens} tokens; rows {batch.sample_ids[0]} … are another target's"
+                f"states of {shape} (aux layers, hidden size) and token ids up to {largest} do not fit a draft of {wanted} "
+                f"and {num_tokens} tokens; rows {batch.sample_ids[0]} … are another target's"
             )
 
-    def validate(self, held_out: list[PackedBatch]) -> dict[str, Any]:
+    def validate(self) -> dict[str, Any]:
         """Judge the held-out packs; weights whose acceptance length no earlier ones beat are the best."""
-        judged = judge(self.trainer, held_out)
+        judged = judge(self.trainer, self.held_out)
         length = judged["validation_acceptance_length"]
         if length >= self.progress.best_length:
             self.progress = replace(self.progress, best=trained_tensors(self.draft), best_length=length)
@@ -264,41 +232,47 @@ class TrainingRun:
     def save(self) -> None:
         """Write the log and the checkpoint."""
         self.log.flush()
-        if self.trainer.ranks.rank == 0:
+        if self.dist.rank == 0:
             progress = replace(self.progress, metrics=self.log.text())
-            save_checkpoint(self.path, self.draft, self.trainer.optimizers, progress, self.schedule.digest)
+            optimizers = self.trainer.optimizers
+            save_checkpoint(
+                self.out / CHECKPOINT_NAME, self.draft, optimizers, progress, self.schedule.digest
+            )
+
+
+def _show(bar: "tqdm[Any]", line: dict[str, Any]) -> None:
+    text = f"loss {line['loss']:.3f}, {line['supervised_per_s']:.0f} supervised tok/s"
+    bar.set_postfix_str(text, refresh=False)
+    bar.update(line["step"] - bar.n)
 
 
 def step_batches(
-    rows: ShardRows, schedule: Schedule, done: int, ranks: DistContext, cfg: TrainConfig
+    rows: ShardRows, schedule: Schedule, done: int, trainer: Trainer
 ) -> Generator[tuple[list[PackedBatch], float]]:
     """The parts of this process's packs of every step from `done` on, and the seconds that it waited for them.
 
-    Where a step has no pack for it, it gets the step's first without its slots: every process must take part in every step.
+    A step that has no pack for this process gets its first without the slots: every process takes part in every step.
     """
-    mine = [schedule.packs_of(step, ranks.rank, ranks.size) for step in range(done, len(schedule.steps))]
-    part_tokens = PART_TOKENS.get(ranks.device.type, cfg.pack_tokens)
-    filled = [
-        [
-            part
-            for pack in packs or schedule.steps[done + i][:1]
-            for part in split_pack(pack, rows.lengths, part_tokens)
-        ]
-        for i, packs in enumerate(mine)
-    ]
-    flat = [part for step in filled for part in step]
-    with closing(
-        read_packs(rows, flat, cfg.pack_tokens, cfg.ttt_steps, pin=ranks.device.type == "cuda")
-    ) as packs:
-        for own, step in zip(mine, filled, strict=True):
+    dist, cfg = trainer.dist, trainer.cfg
+    part_tokens = PART_TOKENS.get(dist.device.type, cfg.pack_tokens)
+
+    def parts_of(packs: list[Pack]) -> list[Pack]:
+        return [part for pack in packs for part in split_pack(pack, rows.lengths, part_tokens)]
+
+    own = [schedule.packs_of(step, dist.rank, dist.size) for step in range(done, len(schedule.steps))]
+    parts = [parts_of(packs or step[:1]) for packs, step in zip(own, schedule.steps[done:], strict=True)]
+    in_order = [part for step in parts for part in step]
+    pin = dist.device.type == "cuda"
+    with closing(read_packs(rows, in_order, cfg.pack_tokens, cfg.ttt_steps, pin)) as packs:
+        for has_own, step in zip(own, parts, strict=True):
             started = time.monotonic()
             batches = [next(packs) for _ in step]
             wait_s = time.monotonic() - started
-            yield (batches if own else [batch.without_slots() for batch in batches]), wait_s
+            yield (batches if has_own else [batch.without_slots() for batch in batches]), wait_s
 
 
 def write_draft(draft: Eagle3Draft, best: dict[str, Tensor], out: Path) -> None:
-    """Write draft.safetensors (every parameter, float32, those in `best` from there) and draft.json, each whole or not at all."""
+    """Write draft.safetensors (every parameter, float32, those in `best` from there) and draft.json, each atomically."""
     tensors = {name: p.detach().cpu().contiguous() for name, p in draft.named_parameters()} | best
     with atomic_path(out / DRAFT_WEIGHTS) as part:
         save_file(tensors, part)

@@ -1,7 +1,7 @@
-"""Figures of a training run: one JSON line a step, rates, memory and time left on the way.
+"""The metrics of a training run: one JSON line a step, with rates, memory and time left every FLUSH_EVERY steps.
 
-Tensors are read back every FLUSH_EVERY steps only, so that no step waits for a metric. A loss that is not finite is found then,
-at the latest before the next checkpoint, so it never gets into one.
+Tensors are read back at these flushes only, so that no step waits for a metric. A loss that is not finite is found then, at the
+latest before the next checkpoint, so it never gets into one.
 """
 
 import json
@@ -19,40 +19,44 @@ FLUSH_EVERY = 10
 
 
 class MetricLog:
-    """Appends one JSON object a line: step and the figures given to `add`; every FLUSH_EVERY steps rates, memory and time left.
+    """Appends one JSON object a line: the step and what is given to `log_step`, at flushes also rates, memory and time left.
 
-    path: None in every process but the first. so_far: lines of a checkpoint. on_flush is called with the newest line, for a bar.
-    num_supervised counts the slots that this process has logged.
+    on_flush is called with the newest line, for a progress bar. num_supervised: slots that this process has logged.
     """
 
     def __init__(self, path: Path | None, total_steps: int, done_steps: int, so_far: bytes = b"") -> None:
+        """Begin the file again with the lines of a checkpoint.
+
+        Args:
+            path: None in every process but the first.
+            so_far: lines of the checkpoint; those after done_steps are left out.
+        """
         if path is not None:
-            kept = [
-                line
-                for line in so_far.decode().splitlines()
-                if line and json.loads(line)["step"] <= done_steps
-            ]
-            path.write_text("".join(f"{line}\n" for line in kept))
-        self.path, self.total = path, total_steps
+            lines = [line for line in so_far.decode().splitlines() if line]
+            kept = [f"{line}\n" for line in lines if json.loads(line)["step"] <= done_steps]
+            path.write_text("".join(kept))
+        self.path = path
+        self.total_steps = total_steps
+        self.first_step = done_steps
+        self.started = self.flushed_at = time.monotonic()
         self.on_flush: Callable[[dict[str, Any]], None] = lambda line: None
-        self.first, self.started = done_steps, time.monotonic()
-        self.flushed_at, self.pending = self.started, list[dict[str, Any]]()
+        self.pending = list[dict[str, Any]]()
         self.rows = list[list[str]]()
         self.num_supervised = 0.0
 
     def is_due(self, step: int) -> bool:
-        """True if adding `step` flushes."""
-        return len(self.pending) + 1 >= FLUSH_EVERY or step == self.total
+        """Whether logging `step` flushes."""
+        return len(self.pending) + 1 >= FLUSH_EVERY or step == self.total_steps
 
-    def add(self, step: int, rows: list[str], **figures: Any) -> None:
-        """Queue the figures of optimizer step `step` (from 1); tensors stay on their device until the next flush.
+    def log_step(self, step: int, rows: list[str], **values: Any) -> None:
+        """Queue the values of optimizer step `step` (from 1); tensors stay on their device until the next flush.
 
         Args:
             rows: sample ids that this process trained on in the step.
-            figures: loss and gradient_norm of the step, own_loss of this process, tokens, supervised, wait_s, what else to log.
+            values: loss and gradient_norm of the step, own_loss of this process, tokens, supervised, wait_s, and any others.
         """
         due = self.is_due(step)
-        self.pending.append({"step": step, **figures})
+        self.pending.append({"step": step, **values})
         self.rows.append(rows)
         if due:
             self.flush()
@@ -66,29 +70,30 @@ class MetricLog:
         if not self.pending:
             return
         lines: list[dict[str, Any]] = [
-            {k: v.tolist() if isinstance(v, Tensor) else v for k, v in figures.items()}
-            for figures in self.pending
+            {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
+            for values in self.pending
         ]
         rows, self.pending, self.rows = self.rows, [], []
         for line, ids in zip(lines, rows, strict=True):
             _check_finite(line, line.pop("own_loss"), ids)
         self.num_supervised += sum(line["supervised"] for line in lines)
-        self._add_rates(lines)
+        lines[-1] |= self._rates(lines)
         if self.path is not None:
             with open(self.path, "a") as f:
                 f.writelines(json.dumps(line) + "\n" for line in lines)
         self.on_flush(lines[-1])
 
-    def _add_rates(self, lines: list[dict[str, Any]]) -> None:
+    def _rates(self, lines: list[dict[str, Any]]) -> dict[str, float]:
         now = time.monotonic()
         seconds, self.flushed_at = max(now - self.flushed_at, 1e-9), now
         step = lines[-1]["step"]
-        lines[-1] |= {
+        seconds_a_step = (now - self.started) / max(1, step - self.first_step)
+        return {
             "tokens_per_s": round(sum(line["tokens"] for line in lines) / seconds, 1),
             "supervised_per_s": round(sum(line["supervised"] for line in lines) / seconds, 1),
             "data_wait_share": round(sum(line.pop("wait_s") for line in lines) / seconds, 4),
             "memory_bytes": peak_memory_bytes(),
-            "seconds_left": round((now - self.started) / max(1, step - self.first) * (self.total - step), 1),
+            "seconds_left": round(seconds_a_step * (self.total_steps - step), 1),
         }
 
     def text(self) -> bytes:
@@ -99,14 +104,11 @@ class MetricLog:
 def _check_finite(line: dict[str, Any], own_loss: float, rows: list[str]) -> None:
     if math.isfinite(line["loss"]) and math.isfinite(line["gradient_norm"]):
         return
-    whose = (
-        f"conversations {rows}"
-        if not math.isfinite(own_loss) or math.isfinite(line["loss"])
-        else "another process's rows"
-    )
+    is_own = not math.isfinite(own_loss) or math.isfinite(line["loss"])
     raise FloatingPointError(
-        f"step {line['step']}: loss {line['loss']}, gradient norm {line['gradient_norm']} on {whose}; look at their states, "
-        "or lower train.learning_rate; the last checkpoint is sound"
+        f"step {line['step']}: loss {line['loss']}, gradient norm {line['gradient_norm']} on "
+        f"{f'conversations {rows}' if is_own else 'rows of another process'}; look at their states, or lower "
+        "train.learning_rate; the last checkpoint is sound"
     )
 
 
@@ -118,10 +120,6 @@ def peak_memory_bytes() -> int:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All whole lines of a metrics file; the last one of a file that is being written may be cut."""
-    lines = []
+    """All complete lines of a metrics file; the last one of a file that is being written may be cut."""
     with open(path) as f:
-        for line in f:
-            if line.endswith("\n"):
-                lines.append(json.loads(line))
-    return lines
+        return [json.loads(line) for line in f if line.endswith("\n")]

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedule; the rate is a pure function of the step."""
+"""Optimizers and their learning rate, which is a pure function of the step."""
 
 import math
 
@@ -25,24 +25,22 @@ def make_optimizers(draft: nn.Module, cfg: TrainConfig) -> dict[str, torch.optim
     Each parameter group carries its peak rate as `peak_lr`; `set_learning_rate` scales it.
     """
     trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
-    matrices = [
-        p for name, p in trained.items() if cfg.optimizer == "muon" and p.dim() == 2 and "lm_head" not in name
-    ]
-    chosen = {id(p) for p in matrices}
-    rest = [p for p in trained.values() if id(p) not in chosen]
-    fused = next(iter(trained.values())).dtype == torch.float32
+    matrices = {name: p for name, p in trained.items() if p.dim() == 2 and "lm_head" not in name}
+    if cfg.optimizer != "muon":
+        matrices = {}
+    rest = [p for name, p in trained.items() if name not in matrices]
     optimizers: dict[str, torch.optim.Optimizer] = {
         "adamw": torch.optim.AdamW(
             [{"params": rest, "peak_lr": cfg.learning_rate}],
             lr=cfg.learning_rate,
             betas=(cfg.beta1, cfg.beta2),
             weight_decay=cfg.weight_decay,
-            fused=fused,
+            fused=next(iter(trained.values())).dtype == torch.float32,
         )
     }
     if matrices:
         optimizers["muon"] = torch.optim.Muon(
-            [{"params": matrices, "peak_lr": cfg.muon_learning_rate}],
+            [{"params": list(matrices.values()), "peak_lr": cfg.muon_learning_rate}],
             lr=cfg.muon_learning_rate,
             weight_decay=cfg.weight_decay,
             adjust_lr_fn="original",
@@ -50,8 +48,12 @@ def make_optimizers(draft: nn.Module, cfg: TrainConfig) -> dict[str, torch.optim
     return optimizers
 
 
-def set_learning_rate(optimizers: dict[str, torch.optim.Optimizer], factor: float) -> None:
-    """Set every group's rate to its peak times `factor`."""
+def set_learning_rate(
+    optimizers: dict[str, torch.optim.Optimizer], step: int, total_steps: int, cfg: TrainConfig
+) -> float:
+    """Set every group's rate to its share of the peak; returns AdamW's."""
+    factor = learning_rate_factor(step, total_steps, cfg)
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
+    return cfg.learning_rate * factor

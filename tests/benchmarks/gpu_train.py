@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from eagle3.config.training import TrainConfig
-from eagle3.draft.attention import StepZeroKeys, dense_attention, unroll_attention
+from eagle3.draft.attention import VisibleKeys, dense_attention, unroll_attention
 from eagle3.draft.batch import valid_steps
 from eagle3.shards.hidden_states import last_state_positions
 from tests.benchmarks.meter import StepMeter
@@ -85,7 +85,7 @@ def measure_training(
 
 def attention_forms(slots: Tensor, row_starts: Tensor, device: str) -> dict[str, Attention]:
     """The reference and the device's own form of the unroll's attention, for one pack (slots and row starts on the CPU)."""
-    keys = StepZeroKeys.of(slots, row_starts, torch.device(device))
+    keys = VisibleKeys.from_slots(slots, row_starts, torch.device(device))
     own = "flex" if device == "cuda" else "blockwise"
     return {"dense": partial(dense_attention, keys=keys), own: partial(unroll_attention, keys=keys)}
 

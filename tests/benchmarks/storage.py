@@ -21,10 +21,9 @@ from tqdm import tqdm
 from eagle3.config.data import VocabConfig
 from eagle3.config.engine import ExtractConfig
 from eagle3.config.training import ExportConfig, TrainConfig
-from eagle3.draft.acceptance import AcceptanceCounts, walk_batch
+from eagle3.draft.acceptance import AcceptanceCounts, find_hits, guess, walk_batch
 from eagle3.draft.batch import pack_rows
 from eagle3.draft.model import load_exported
-from eagle3.draft.unroll import find_hits, guess, unroll
 from eagle3.engine.engine import capture, close_engines
 from eagle3.export import write_export
 from eagle3.shards.hidden_states import read_hidden_states, read_manifest
@@ -183,7 +182,7 @@ def judge(export_dir: Path, target_dir: Path, shard: Path, num_steps: int) -> Ac
     for row in read_hidden_states(shard):
         batch = pack_rows([row], num_steps)
         with torch.no_grad():
-            hits = find_hits(guess(unroll(draft, batch), draft.lm_head.weight, target_ids), batch)
+            hits = find_hits(guess(draft(batch), draft.lm_head.weight, target_ids), batch)
         counts += walk_batch(hits, batch)
     return counts
 

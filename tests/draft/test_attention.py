@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from eagle3.draft import attention
+from eagle3.draft import attention, attention_cpu
 from eagle3.draft.attention import (
-    StepZeroKeys,
+    VisibleKeys,
     dense_attention,
     flex_attention_form,
     flex_mask,
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def slow_attention(
-    q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: StepZeroKeys
+    q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: VisibleKeys
 ) -> Tensor:
     """One query and one head at a time: softmax over the row's keys up to the slot and the slot's own keys."""
     num_heads, size = q.shape[1:]
@@ -69,7 +69,7 @@ def tiles_of(block_mask: Any, count: int, length: int) -> Tensor:
 def test_attention_equals_a_slow_loop(
     monkeypatch: pytest.MonkeyPatch, num_own: int, heads: int, groups: int, block: int, slots: list[int]
 ) -> None:
-    monkeypatch.setattr(attention, "BLOCK_QUERIES", block)
+    monkeypatch.setattr(attention_cpu, "BLOCK_QUERIES", block)
     g = torch.Generator().manual_seed(0)
     starts, count, size = torch.tensor([0, 4, 5, 12]), len(slots), 5
     shapes = [
@@ -81,12 +81,12 @@ def test_attention_equals_a_slow_loop(
     ]
     tensors = [torch.randn(s, generator=g, dtype=torch.float64, requires_grad=True) for s in shapes]
     weight = torch.randn(count, heads, size, generator=g, dtype=torch.float64)
-    keys = StepZeroKeys.of(torch.tensor(slots, dtype=torch.int64), starts, CPU)
+    keys = VisibleKeys.from_slots(torch.tensor(slots, dtype=torch.int64), starts, CPU)
     compare([unroll_attention, slow_attention, dense_attention], tensors, weight, keys)
 
 
 def compare(
-    forms: list[Any], tensors: list[Tensor], weight: Tensor, keys: StepZeroKeys, rtol: float = 1e-10
+    forms: list[Any], tensors: list[Tensor], weight: Tensor, keys: VisibleKeys, rtol: float = 1e-10
 ) -> None:
     results = []
     for form in forms:
@@ -118,7 +118,7 @@ def test_the_flex_form_equals_a_slow_loop(
         (num_own, count, 2, size),
     ]
     tensors = [torch.randn(s, generator=g, requires_grad=True) for s in shapes]
-    keys = StepZeroKeys(index, starts, [], flex_mask(index, starts, 12))
+    keys = VisibleKeys(index, starts, [], flex_mask(index, starts, 12))
     # float32: the merge runs in it
     compare(
         [flex_attention_form, slow_attention], tensors, torch.randn(shapes[0], generator=g), keys, rtol=1e-4
@@ -165,7 +165,7 @@ def test_real_flex_attention_equals_the_blockwise_form(heads: int, count: int) -
     weight = torch.randn(shapes[0], generator=g)
     results = []
     for device in ("cpu", "cuda"):
-        keys = StepZeroKeys.of(slots, starts, torch.device(device))
+        keys = VisibleKeys.from_slots(slots, starts, torch.device(device))
         tensors = [v.to(device).requires_grad_() for v in values]
         out = unroll_attention(*tensors, keys)
         results.append([out, *torch.autograd.grad((out * weight.to(device)).sum(), tensors)])

@@ -12,8 +12,7 @@ from tests.helpers.tiny_draft import DRAFT_VOCAB, HIDDEN, all_rows, draft_target
 
 
 def target_head() -> TargetHead:
-    target, ids = tiny_target(), draft_target_ids()
-    return TargetHead(target.norm_weight, target.norm_eps, target.head[ids], ids, target.head)
+    return TargetHead.from_target(tiny_target(), draft_target_ids())
 
 
 def all_weights(batch: PackedBatch) -> Tensor:
@@ -65,9 +64,7 @@ def test_coverage_is_the_targets_mass_inside_the_draft_vocabulary() -> None:
     last = target.normed(batch.last)
     expected = torch.softmax(last @ target.head.T, -1)[:, target.target_ids].sum(-1)
     torch.testing.assert_close(coverage(last, target), expected, rtol=1e-10, atol=0)
-    whole = TargetHead(
-        target.norm_weight, target.norm_eps, target.head, torch.arange(len(target.head)), target.head
-    )
+    whole = TargetHead.from_target(tiny_target(), torch.arange(len(target.head)))
     assert torch.equal(coverage(last, whole), torch.ones(len(last), dtype=torch.float64))
 
 

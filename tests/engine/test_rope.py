@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3.draft.model import RotaryTable, layer_config
+from eagle3.draft.config import layer_config
+from eagle3.draft.model import RotaryTable
 
 pytestmark = pytest.mark.engine
 LLAMA3 = {

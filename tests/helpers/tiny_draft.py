@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from eagle3.config.training import TrainConfig
-from eagle3.draft.model import DraftConfig, Eagle3Draft, init_draft
+from eagle3.draft.config import DraftConfig
+from eagle3.draft.model import Eagle3Draft, init_draft
 from eagle3.shards.hidden_states import HiddenStateRow, last_state_positions
 from eagle3.targets.weights import TargetTensors
 

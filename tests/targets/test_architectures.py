@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eagle3.config.training import ExportConfig, TrainConfig
+from eagle3.draft.config import DraftConfig, layer_config
 from eagle3.draft.decode import ReferenceDraft
-from eagle3.draft.model import DraftConfig, RotaryTable, init_draft, layer_config
+from eagle3.draft.model import RotaryTable, init_draft
 from eagle3.draft.speculators import LAYER_TYPES, expected_shapes
 from eagle3.export import export_config
 from eagle3.targets.properties import check_max_model_len

@@ -239,7 +239,9 @@ def test_of_equal_validations_the_latest_is_kept(tmp_path: Path) -> None:
 
 def test_inputs_that_do_not_fit_are_named(tmp_path: Path) -> None:
     inputs = make_inputs(tmp_path)
-    with pytest.raises(ValueError, match=r"the shards hold aux layers \[1, 3, 4\], the job says \[1, 2, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"the shards hold aux layers \[1, 3, 4\], the job wants \[1, 2, 4\]"
+    ):
         train(make_job(inputs | {"layer_ids": [1, 2, 4]}, tmp_path / "run"))
     save_vocab(tmp_path / "other", build_vocab(torch.ones(50, dtype=torch.int64), 20, []))
     with pytest.raises(ValueError, match=r"other is for a target of 50 tokens, .*target has 97"):

@@ -2,7 +2,7 @@
 
 import torch
 
-from eagle3.draft.attention import StepZeroKeys
+from eagle3.draft.attention import VisibleKeys
 from eagle3.draft.batch import PackedBatch, pack_rows
 from eagle3.draft.loss import TargetHead
 from eagle3.training.step import Objective
@@ -11,13 +11,13 @@ from tests.helpers.tiny_draft import ROWS, draft_target_ids, random_row, tiny_dr
 
 def loss_and_gradients(batch: PackedBatch) -> list[torch.Tensor]:
     """Loss of a pack, and the gradients of every trained parameter and of the aux states."""
-    target, ids, draft = tiny_target(), draft_target_ids(), tiny_draft(head="target_trained")
-    head = TargetHead(target.norm_weight, target.norm_eps, target.head[ids], ids, target.head)
+    draft = tiny_draft(head="target_trained")
+    head = TargetHead.from_target(tiny_target(), draft_target_ids())
     objective = Objective(draft, head, torch.float64, None)
     aux = batch.aux.clone().requires_grad_()
     object.__setattr__(batch, "aux", aux)
-    keys = StepZeroKeys.of(batch.slots, batch.row_starts, torch.device("cpu"))
-    loss, _, _ = objective(batch, keys, batch.valid.double())
+    visible = VisibleKeys.from_batch(batch, torch.device("cpu"))
+    loss = objective(batch, visible, batch.valid.double()).loss
     return [loss, *torch.autograd.grad(loss, [aux, *draft.parameters()])]
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from eagle3.draft.acceptance import find_hits, guess
 from eagle3.draft.batch import pack_rows
 from eagle3.draft.decode import ReferenceDraft
 from eagle3.draft.model import Eagle3Draft
-from eagle3.draft.unroll import find_hits, guess, unroll
 from tests.helpers.tiny_draft import (
     HIDDEN,
     LAYER_IDS,
@@ -37,7 +37,7 @@ def test_the_unroll_equals_the_reference_decoder_fed_the_same_tokens(model_type:
     draft = tiny_draft(model_type, **flags)
     rows, steps = all_rows(), 4
     batch = pack_rows(rows, steps)
-    logits = draft.lm_head(unroll(draft, batch))
+    logits = draft.lm_head(draft(batch))
     decoder, checked = reference(draft), 0
     for s, slot in enumerate(batch.slots.tolist()):
         r = int(torch.searchsorted(batch.row_starts, slot, right=True)) - 1
@@ -72,7 +72,7 @@ def test_a_packed_neighbour_changes_nothing() -> None:
     )
     start = int(packed.row_starts[1])
     mine = (packed.slots >= start) & (packed.slots < start + len(row.token_ids))
-    a, b = unroll(draft, alone), unroll(draft, packed)[:, mine]
+    a, b = draft(alone), draft(packed)[:, mine]
     torch.testing.assert_close(a[alone.valid], b[alone.valid], rtol=0, atol=1e-12)
 
 
@@ -84,7 +84,7 @@ def test_a_neighbour_gets_no_gradient() -> None:
     object.__setattr__(batch, "aux", aux)
     boundary = int(batch.row_starts[1])
     own = batch.slots >= boundary
-    (unroll(draft, batch)[:, own] * batch.valid[:, own, None]).sum().backward()
+    (draft(batch)[:, own] * batch.valid[:, own, None]).sum().backward()
     assert aux.grad is not None
     assert aux.grad[boundary:].abs().sum() > 0
     assert aux.grad[:boundary].abs().max() == 0
@@ -92,14 +92,14 @@ def test_a_neighbour_gets_no_gradient() -> None:
 
 def test_a_pack_without_supervised_slots_unrolls_to_nothing() -> None:
     batch = pack_rows([random_row("nothing supervised", ROWS["nothing supervised"])], 3)
-    assert unroll(tiny_draft(), batch).shape == (3, 0, HIDDEN)
+    assert tiny_draft()(batch).shape == (3, 0, HIDDEN)
     assert batch.aux.shape[1] == len(LAYER_IDS)
 
 
 def test_a_token_outside_the_draft_vocabulary_is_a_miss() -> None:
     draft, batch = tiny_draft(), pack_rows(all_rows(), 3)
     ids = draft_target_ids()
-    hits = find_hits(guess(unroll(draft, batch), draft.lm_head.weight, ids), batch)
+    hits = find_hits(guess(draft(batch), draft.lm_head.weight, ids), batch)
     outside = ~torch.isin(batch.labels(), ids)
     assert (outside & batch.valid).any()
     assert not hits[outside].any()
