@@ -121,7 +121,7 @@ def test_a_lost_neighbour_breaks_a_sum_of_gloo_as_a_dead_rank(monkeypatch: pytes
     with pytest.raises(
         RankDied, match="another process of this training was lost .Connection closed by peer"
     ):
-        DistContext(0, 2, torch.device("cpu")).any(True)
+        DistContext(0, 2, torch.device("cpu")).any_rank(True)
 
 
 def test_a_refusal_counts_though_its_words_could_not_be_written(
