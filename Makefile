@@ -18,7 +18,7 @@ BFCL_WHEEL := bfcl-eval==2026.3.23
 # No telemetry, and no warning of tokenizers beside forked processes.
 ENGINE_ENV := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: smoke check test lint bench bench-capture image lock store-size clean-cache
+.PHONY: smoke check test lint docs bench bench-capture image lock store-size clean-cache
 .DEFAULT_GOAL := smoke
 
 smoke: .venv/installed $(TARGET)
@@ -38,6 +38,10 @@ lint: .venv/tested
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+
+# docs/settings.md, from the descriptions of the settings.
+docs: .venv/installed
+	.venv/bin/python -m eagle3.config.reference > docs/settings.md
 
 # torch comes first and by pip alone: the CPU wheel where the index answers, else whatever the machine offers, with what that
 # needs. The rest is pinned.

@@ -1,4 +1,4 @@
-"""What every settings model is: frozen, without unknown keys, and its faults are told by the keys of a recipe."""
+"""Base of all settings models: frozen, no unknown keys, errors that name the keys of a recipe."""
 
 from typing import Annotated, Any, Self
 
@@ -6,7 +6,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from eagle3.uris import check_uri, redact_text
 
-# Of a wrong value, characters.
+# Characters of a wrong value that a message shows.
 MAX_SHOWN = 100
 
 # A path or URL in a recipe, without credentials.
@@ -14,13 +14,13 @@ Uri = Annotated[str, AfterValidator(check_uri)]
 
 
 class StageConfig(BaseModel):
-    """Base of all stage settings: immutable, unknown keys refused."""
+    """Settings of one stage: immutable, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     @classmethod
     def model_validate_json(cls, *args: Any, **kwargs: Any) -> Self:
-        """As pydantic's, but what is wrong in a recipe is said by its keys: `pyflyte run` reads blocks by this, and ends with it.
+        """As pydantic's, but errors name the recipe's keys: `pyflyte run` reads blocks with this and prints the error.
 
         Raises:
             ValueError: each fault with its key, what must hold and what came.
@@ -28,13 +28,13 @@ class StageConfig(BaseModel):
         try:
             return super().model_validate_json(*args, **kwargs)
         except ValidationError as e:
-            block = cls.__name__.removesuffix("Config").lower()
-            raise ValueError("; ".join(_fault(block, error) for error in e.errors())) from None
+            raise ValueError("; ".join(_fault(cls.__name__, error) for error in e.errors())) from None
 
 
-def _fault(block: str, error: Any) -> str:
-    """One error of pydantic in a line. Our own validators say themselves what came, those of whole blocks the keys too."""
-    key = ".".join((block, *map(str, error["loc"])))
+def _fault(model: str, error: Any) -> str:
+    """One error of pydantic in a line; messages of our own validators name what came, and keys if they need several."""
+    block = [model.removesuffix("Config").lower()] if model.endswith("Config") else []
+    key = ".".join((*block, *map(str, error["loc"])))
     if error["type"] == "value_error":
         return f"{key}: {error['ctx']['error']}" if error["loc"] else str(error["ctx"]["error"])
     must = "no such setting, correct or remove it" if error["type"] == "extra_forbidden" else error["msg"]

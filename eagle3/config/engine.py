@@ -10,15 +10,14 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class TargetConfig(StageConfig):
-    """Which model the draft is for."""
+    """The model that the draft is for."""
 
     name: Uri = Field(description="hub id, directory with safetensors, by path or URL, or a .gguf file")
     revision: str = Field(
-        default="", description="hub revision (branch, tag or commit); empty means the default branch"
+        default="", description="hub revision (branch, tag or commit); empty: the default branch"
     )
     public_name: str = Field(
-        default="",
-        description="name written into the exported draft; needed when `name` is a path, else the hub id is used",
+        default="", description="name in the exported draft; required if `name` is a path; empty: the hub id"
     )
     chat_template: Uri = Field(
         default="",
@@ -27,7 +26,7 @@ class TargetConfig(StageConfig):
 
 
 class EngineConfig(StageConfig):
-    """How the target runs, in regeneration, extraction and evaluation alike."""
+    """How the target runs, in regeneration, extraction and evaluation."""
 
     engine: Literal["vllm", "transformers"] = Field(
         default="vllm", description="transformers is the slow reference for machines on which vLLM cannot run"
@@ -36,19 +35,19 @@ class EngineConfig(StageConfig):
         default="bfloat16", description="compute dtype of the target; float32 on CPUs without AVX-512 BF16"
     )
     max_model_len: int = Field(default=4096, ge=16, description="longest prompt plus answer, tokens")
-    max_num_seqs: int = Field(default=128, ge=1, description="sequences in flight")
-    max_num_batched_tokens: int = Field(default=8192, ge=16, description="tokens per engine step")
+    max_num_seqs: int = Field(default=128, ge=1, description="most sequences in flight")
+    max_num_batched_tokens: int = Field(default=8192, ge=16, description="most tokens in an engine step")
     gpu_memory_utilization: float = Field(
         default=0.9, gt=0, le=1, description="share of GPU memory the engine may take"
     )
-    cpu_kv_cache_gib: int = Field(default=1, ge=1, description="key-value cache of a CPU engine, GiB")
+    cpu_kv_cache_gib: int = Field(default=1, ge=1, description="key-value cache of an engine on a CPU, GiB")
     enforce_eager: bool = Field(
-        default=False, description="skip graph capture and compilation; starts faster, runs slower"
+        default=False, description="skip graph capture and compilation: starts faster, runs slower"
     )
 
 
 class SamplingConfig(StageConfig):
-    """How one source's answers are sampled; what is null is as for all sources."""
+    """How the answers of one source are sampled; null: as for all sources."""
 
     temperature: float | None = Field(default=None, ge=0, description="sampling temperature; 0 is greedy")
     top_p: float | None = Field(default=None, gt=0, le=1, description="nucleus sampling mass")
@@ -56,23 +55,23 @@ class SamplingConfig(StageConfig):
 
 
 class RegenerateConfig(StageConfig):
-    """regenerate: the target's own answers."""
+    """regenerate: the target answers the prompts itself."""
 
     enabled: bool = Field(
         default=True,
-        description="the target answers every turn and calls tools itself; false: the rows' own answers are kept",
+        description="true: the target answers every turn and calls tools; false: the rows keep their own answers",
     )
     temperature: float = Field(default=0.7, ge=0, description="sampling temperature; 0 is greedy")
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling mass")
     max_new_tokens: int = Field(default=1024, ge=1, description="longest answer, tokens")
     sources: dict[str, SamplingConfig] = Field(
         default={},
-        description="sampling of single sources, by their names; the rows of `prompts` are the source `train`",
+        description="sampling of single sources, by name; the rows of `prompts` are the source `train`",
     )
     max_tool_rounds: int = Field(
         default=8,
         ge=1,
-        description="answers with tool calls in a row, after which a conversation ends and is counted",
+        description="most answers with tool calls in a row; then the conversation ends and is counted",
     )
     tool_parser: str = Field(
         default="",
@@ -96,8 +95,8 @@ class RegenerateConfig(StageConfig):
         )
 
     def for_sources(self, names: list[str]) -> "RegenerateConfig":
-        """The same, without the sampling of other sources and whatever their order: what decides the answers of a shard is in its
-        key, and no more."""
+        """The settings that decide the answers of a shard with these sources, for its cache key: no other source's
+        sampling, in the order of names."""
         return self.model_copy(
             update={"sources": {name: own for name, own in sorted(self.sources.items()) if name in names}}
         )
@@ -109,48 +108,46 @@ class RegenerateConfig(StageConfig):
 
 
 class ExtractConfig(StageConfig):
-    """extract: hidden states."""
+    """extract: captures the target's hidden states."""
 
     layer_ids: list[int] = Field(
         default=[],
-        description="aux layers in vLLM's numbering (states after k layers); empty means 2, n//2, n-3",
+        description="aux layers, k for the states after k of n layers, as in vLLM; empty: 2, n//2, n-3",
     )
     encoding: Literal["bf16", "fp16", "fp32", "fp8"] = Field(
         default="bf16",
-        description="dtype on disk; bf16 is exact for a bfloat16 engine, fp8 (e4m3) half of it",
+        description="dtype on disk; bf16 is exact for a bfloat16 engine, fp8 (e4m3) takes half the bytes",
     )
     compression: Literal["none", "zstd"] = Field(
-        default="zstd", description="lossless: byte shuffle and zstd, about a quarter less for bf16"
+        default="zstd", description="zstd after a byte shuffle: lossless, about a quarter smaller for bf16"
     )
     chunk_bytes: int = Field(
-        default=1 << 30,
-        ge=1,
-        description="size of a chunk before compression, bytes; a new one starts above it",
+        default=1 << 30, ge=1, description="size before compression, bytes, above which a new chunk starts"
     )
 
 
 class EvaluateConfig(StageConfig):
-    """evaluate: acceptance and speed on held-out prompts, greedy."""
+    """evaluate: measures acceptance and speed on held-out prompts, greedy."""
 
     num_speculative_tokens: int = Field(default=3, ge=1, description="draft tokens per round, k")
     max_new_tokens: int = Field(default=256, ge=2, description="longest answer, tokens")
     dtype: Dtype = Field(
         default="float32",
-        description="compute dtype; in float32 text with and without the draft is the same, below it rounding may differ",
+        description="compute dtype; with float32 the text with and without the draft is the same, with others rounding differs",
     )
-    concurrency: int = Field(default=1, ge=1, description="sequences in flight while speed is measured")
+    concurrency: int = Field(default=1, ge=1, description="sequences in flight")
 
 
 class FanOutConfig(StageConfig):
-    """Where the engine stages run: replicas, GPUs, servers. In no cache key."""
+    """Where the engine stages run: replicas, GPUs, servers."""
 
-    replicas: int = Field(default=8, ge=1, description="engine tasks in flight, each on its own GPUs")
+    replicas: int = Field(default=8, ge=1, description="most engine tasks at one time, each on its own GPUs")
     tensor_parallel_size: int = Field(
         default=1,
         ge=1,
-        description="GPUs of one replica, over which the target is split; of the evaluation too",
+        description="GPUs of one replica, or of the evaluation, over which the target is split",
     )
     server_urls: list[Uri] = Field(
         default=[],
-        description="running vLLM servers that answer instead of replicas; shards are dealt out in turn",
+        description="running vLLM servers that answer instead of replicas; shards go to them in turn",
     )

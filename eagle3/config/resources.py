@@ -1,7 +1,4 @@
-"""What a recipe may ask of the cluster for each kind of pod, and what a plan has to know of the accelerators.
-
-Nothing here decides a result, so none of it is in a cache key.
-"""
+"""What each kind of pod asks of the cluster. Nothing here decides a result, so no cache key holds it."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -17,7 +14,7 @@ AcceleratorName = Literal[
 
 
 def _as_quantity(value: Any, info: ValidationInfo) -> Any:
-    """A number as Kubernetes' manifests take it too: of cores. Of bytes a number without a unit is a mistake."""
+    """Accept a plain number of cores, as Kubernetes does; refuse a number of bytes without a unit."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     if info.field_name != "cpu":
@@ -29,7 +26,7 @@ Quantity = Annotated[str, BeforeValidator(_as_quantity), Field(pattern=r"^(\d+(\
 
 
 class PodResources(StageConfig):
-    """Quantities as Kubernetes writes them, requested and set as the limit; empty keeps those of workflows/flyte/pods.py."""
+    """Quantities in Kubernetes' notation, for requests and limits; empty: those in workflows/flyte/pods.py."""
 
     cpu: Quantity = Field(default="", description='cores, for example "8"')
     mem: Quantity = Field(default="", description='memory, for example "96Gi"')
@@ -37,47 +34,50 @@ class PodResources(StageConfig):
     pod_template: str = Field(
         default="",
         pattern=r"^([a-z0-9]([-.a-z0-9]*[a-z0-9])?)?$",
-        description="name of a PodTemplate in the pods' namespace: labels of node pools, tolerations and whatever else pods need",
+        description="name of a PodTemplate in the pods' namespace, for node selectors, tolerations and the like; empty: none",
     )
 
 
-class EngineResources(PodResources):
-    """Pods that run the target; their number of GPUs is fanout.tensor_parallel_size."""
+class GpuPodResources(PodResources):
+    """Pods with GPUs."""
 
     accelerator: AcceleratorName = Field(
-        default="H200", description="GPU model, by its name in flytekit.extras.accelerators"
+        default="H200", description="GPU model, as named in flytekit.extras.accelerators"
     )
     shared_memory: Quantity = Field(default="", description='size of /dev/shm, for example "16Gi"')
+
+
+class EngineResources(GpuPodResources):
+    """Pods that run the target on fanout.tensor_parallel_size GPUs."""
+
     spot: bool = Field(
         default=True,
-        description="regeneration and extraction may lose their pods; evaluation never runs on spot",
+        description="run regeneration and extraction on spot machines; evaluation never runs on spot",
     )
 
 
-class TrainerResources(PodResources):
+class TrainerResources(GpuPodResources):
     """The pod that trains."""
 
-    accelerator: AcceleratorName = Field(
-        default="H200", description="GPU model, by its name in flytekit.extras.accelerators"
-    )
-    shared_memory: Quantity = Field(default="", description='size of /dev/shm, for example "16Gi"')
     gpus: int = Field(
-        default=1, ge=1, description="GPUs, one process on each; train.packs_per_step is a multiple of them"
+        default=1, ge=1, description="GPUs, one process on each; train.packs_per_step must be a multiple"
     )
     spot: bool = Field(
         default=False,
-        description="training may lose its pod; it goes on from its last checkpoint, three times",
+        description="run training on a spot machine; it resumes from its last checkpoint, up to three times",
     )
 
 
 class DataResources(PodResources):
     """Pods that fetch the target and prepare the data."""
 
-    spot: bool = Field(default=False, description="these pods may be lost; what they were doing starts again")
+    spot: bool = Field(
+        default=False, description="run on spot machines; a task starts again when its pod is lost"
+    )
 
 
 class ResourcesConfig(StageConfig):
-    """What the pods of a run ask for. In no cache key."""
+    """What the pods of a run ask for."""
 
     engine: EngineResources = Field(default=EngineResources(), description="regenerate, extract and evaluate")
     trainer: TrainerResources = Field(default=TrainerResources(), description="train")

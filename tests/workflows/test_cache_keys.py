@@ -14,6 +14,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from test_agent_traces import task
 
+from eagle3.config.reference import is_unkeyed
 from eagle3.config.resources import ResourcesConfig
 from tests.helpers.flyte_runs import all_tasks, write_prompts
 from tests.helpers.stand_in_stages import (
@@ -195,6 +196,14 @@ KEEPS_BY_KEY = {"regenerate_responses", "extract_hidden_states", "train_draft"}
 def chain(workplace: Path, tiny_target: Path) -> Iterator[Chain]:
     with standing_in() as here:
         yield Chain(workplace, tiny_target, here)
+
+
+def test_the_page_of_settings_marks_those_that_are_in_no_key() -> None:
+    marked = {(block, name) for block, names in CHANGES.items() for name in names if is_unkeyed(block, name)}
+    unkeyed = {(block, name) for block, names in CHANGES.items() for name in names if names[name][1] == NONE}
+    # Of a hub id; keys hold the commit.
+    assert unkeyed - marked == {("target", "revision"), ("train", "init_revision")}
+    assert marked <= unkeyed
 
 
 def cached_tasks() -> dict[str, Any]:
