@@ -1,8 +1,8 @@
-"""The answers of an unfinished shard, kept as they come: a later attempt asks only for what is missing.
+"""The answers of an unfinished shard, kept as they arrive: a later attempt asks only for what is missing.
 
-One line of JSON an answer: conversation, how many answers it had before, a key of the prompt, token ids, finish reason. Each
-attempt writes files of its own, so that two at once lose nothing: in a directory one, a line at once with every answer; in a
-store, whose files cannot grow, another one every FLUSH_EVERY_S.
+Each answer is a line of JSON: conversation, number of earlier answers, key of the prompt, token ids, finish
+reason. Each attempt writes its own files, so two attempts at once lose nothing. In a directory it is one file that
+grows with every answer; in a store, whose files cannot grow, a new file every FLUSH_EVERY_S.
 """
 
 import json
@@ -10,46 +10,43 @@ import logging
 import time
 import uuid
 from pathlib import Path
-from types import TracebackType
 
 from eagle3.data.encode import tokens_key
 from eagle3.files import is_remote, list_files, read_bytes, write_bytes
 from eagle3.regenerate.answers import Answer
 
 FLUSH_EVERY_S = 20.0
-PART_NAME = "answers-{}.jsonl"
 
 logger = logging.getLogger(__name__)
 
 
 class AnswerLog:
-    """The log of one shard under one set of settings. Use as a context manager: leaving it writes what is left.
+    """The log of one shard under one set of settings. A context manager that writes what is left at its end.
 
     Args:
-        place: directory or fsspec URL; one place for one shard and one set of settings.
+        uri: directory or fsspec URL of this log alone.
 
     Raises:
         OSError: if it cannot be read or written; names it.
     """
 
-    def __init__(self, place: str) -> None:
-        self.place = place
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
         self.found: dict[tuple[int, int], tuple[str, Answer]] = {}
-        self.attempt, self.num_parts = uuid.uuid4().hex[:12], 0
+        self.attempt = uuid.uuid4().hex[:12]
+        self.num_parts = 0
         self.lines: list[str] = []
         self.flushed_at = time.monotonic()
-        self.is_remote = is_remote(place)
+        self.is_remote = is_remote(uri)
         if not self.is_remote:
-            Path(place).mkdir(parents=True, exist_ok=True)
-        for part in list_files(place, PART_NAME.format("*")):
+            Path(uri).mkdir(parents=True, exist_ok=True)
+        for part in list_files(uri, "answers-*.jsonl"):
             self._read(read_bytes(part) or b"")
 
     def __enter__(self) -> "AnswerLog":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._flush()
 
     def find(self, conversation: int, number: int, prompt: list[int]) -> Answer | None:
@@ -59,33 +56,26 @@ class AnswerLog:
 
     def add(self, conversation: int, number: int, prompt: list[int], answer: Answer) -> None:
         """Keep an answer."""
-        line = json.dumps([conversation, number, tokens_key(prompt), answer.token_ids, answer.finish_reason])
-        if not self.is_remote:
-            self._append(line)
-            return
-        self.lines.append(line)
-        if time.monotonic() - self.flushed_at >= FLUSH_EVERY_S:
+        fields = [conversation, number, tokens_key(prompt), answer.token_ids, answer.finish_reason]
+        self.lines.append(json.dumps(fields) + "\n")
+        if not self.is_remote or time.monotonic() - self.flushed_at >= FLUSH_EVERY_S:
             self._flush()
 
-    def _append(self, line: str) -> None:
-        part = self._part(self.num_parts)
-        try:
-            with open(part, "a") as file:
-                file.write(line + "\n")
-        except OSError as e:
-            raise OSError(
-                f"{part} could not be written ({e}); check the free disk space and run again"
-            ) from e
-
     def _flush(self) -> None:
-        if self.lines:
-            write_bytes(self._part(self.num_parts), "".join(f"{line}\n" for line in self.lines).encode())
-            self.num_parts += 1
-            self.lines = []
         self.flushed_at = time.monotonic()
-
-    def _part(self, number: int) -> str:
-        return f"{self.place}/{PART_NAME.format(f'{self.attempt}-{number:05d}')}"
+        if not self.lines:
+            return
+        part = f"{self.uri}/answers-{self.attempt}-{self.num_parts:05d}.jsonl"
+        if self.is_remote:
+            write_bytes(part, "".join(self.lines).encode())
+            self.num_parts += 1
+        else:
+            try:
+                with open(part, "a") as file:
+                    file.writelines(self.lines)
+            except OSError as e:
+                raise OSError(f"{part} cannot be written ({e}); check the free disk space, run again") from e
+        self.lines = []
 
     def _read(self, data: bytes) -> None:
         for line in data.splitlines():
@@ -95,5 +85,5 @@ class AnswerLog:
                     raise ValueError(token_ids)
                 self.found[conversation, number] = key, Answer(token_ids, finish_reason)
             except (ValueError, TypeError, RecursionError):
-                # The last line of an attempt that was killed, or what a broken disk made of one.
-                logger.warning("%s: an answer that was cut off is asked for again", self.place)
+                # The last line of a killed attempt, or a line that a broken disk changed.
+                logger.warning("%s: an answer that was cut off is asked for again", self.uri)

@@ -1,4 +1,4 @@
-"""What is asked of an engine and what it says: token ids in, token ids out."""
+"""What an engine is asked and what it answers: token ids in, token ids out."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one answer is made. temperature: 0 is greedy. max_new_tokens: longest answer. ignore_eos: always as long as that."""
+    """temperature: 0 is greedy. max_new_tokens: longest answer. ignore_eos: no answer is shorter."""
 
     temperature: float
     top_p: float
@@ -16,7 +16,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, T token ids, and how it is to be answered."""
+    """One prompt of T token ids, and its sampling."""
 
     prompt: list[int]
     sampling: Sampling
@@ -30,5 +30,5 @@ class Answer:
     finish_reason: str
 
 
-# Takes an answer of the conversation with this number; returns what is to be asked next in it, None when it is over.
+# Takes an answer of the conversation with this number; returns its next request, None when it is over.
 Follow = Callable[[int, Answer], Request | None]

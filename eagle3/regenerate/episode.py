@@ -1,9 +1,9 @@
 """One conversation in progress: what the target is asked next, and the token rows that its answers become.
 
-The next prompt is what serving would feed: the messages so far, with the target's own answers, as its chat template
-writes them. Where that text begins with the row so far, the row continues, token for token, with what follows in the
-text; where the template writes earlier turns differently (dropped thoughts, trimmed text), a new row begins with the
-whole prompt. No token is trained twice.
+The next prompt is what serving would feed: the messages so far, with the target's own answers, as its chat
+template writes them. If that text begins with the row so far, the row continues with the rest of the text. If
+the template writes earlier turns differently (dropped thoughts, trimmed text), a new row begins with the whole
+prompt. No token is trained twice.
 
     row       <s>user⏎Hi</s>⏎<s>assistant⏎ | Hello!</s> |
     rendered  <s>user⏎Hi</s>⏎<s>assistant⏎   Hello!</s>   ⏎<s>user⏎Bye</s>⏎<s>assistant⏎
@@ -24,7 +24,7 @@ from eagle3.regenerate.answers import Answer
 from eagle3.regenerate.parsers import AnswerReader
 from eagle3.shards.tokens import TokenRow
 
-# The first token of an answer comes from the target's own prefill and is never drafted, so shorter answers train nothing.
+# The first token of an answer comes from the target's prefill and is never drafted: one token trains nothing.
 MIN_ANSWER_TOKENS = 2
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """max_model_len: of the engine. max_new_tokens: of one answer. max_tool_rounds: answers with calls in a row."""
+    """max_new_tokens: of one answer. max_tool_rounds: consecutive answers with calls."""
 
     max_model_len: int
     max_new_tokens: int
@@ -42,8 +42,8 @@ class Limits:
 class Episode:
     """The conversation of one prompt row.
 
-    `prompt` is asked next, None when the conversation is over. `counts` are JSON-ready: user turns `requested` =
-    `answered` + `failed` + `skipped` (after a failed one); `failed: <reason>`; answers `at_length_limit`; `tool_calls`.
+    `prompt` is asked next, None when the conversation is over. `counts`: user turns `requested` = `answered` +
+    `failed` + `skipped` (after a failed one); `failed: <reason>`; answers `at_length_limit`; `tool_calls`.
 
     Args:
         row: the prompt, with a script if anything can follow the first answer.
@@ -74,7 +74,7 @@ class Episode:
 
     @property
     def num_turns_done(self) -> int:
-        """User turns for which nothing more is asked."""
+        """User turns that need no more answers."""
         return self.counts["answered"] + self.counts["failed"] + self.counts["skipped"]
 
     def take(self, answer: Answer) -> None:
@@ -110,7 +110,7 @@ class Episode:
         except BadRow as e:
             self._end(e.reason)
         except Exception as e:
-            # A template or a tool's schema that fails on an answer must not end the shard: it would at every attempt.
+            # A template or schema that fails on an answer must not end the shard: it would at every attempt.
             logger.warning("row %s: nothing can follow on an answer (%r)", self.row.sample_id, e)
             self._end("unforeseen")
 
@@ -121,14 +121,14 @@ class Episode:
             # Servers give ids to calls that come without one, and some templates want nine characters.
             self.counts["tool_calls"] += 1
             call.setdefault("id", f"call{self.counts['tool_calls']:05d}")
+        # A task without recorded results asks for the calls alone.
         if not calls or not script.recorded.results:
-            # A task that records no results asks for the calls alone.
             self.counts["answered"] += 1
             self.rounds_left = self.limits.max_tool_rounds
-            if not self.turns_left or calls:
-                self._end("")
-                return []
-            return self.turns_left.pop(0)
+            if self.turns_left and not calls:
+                return self.turns_left.pop(0)
+            self._end("")
+            return []
         self.rounds_left -= 1
         results = [script.recorded.replay(call) for call in calls]
         if None in results or not self.rounds_left:
@@ -154,9 +154,9 @@ class Episode:
             self._end("no_room")
 
     def _ids_after(self, text: str, last_id: int, pieces: list[Piece]) -> list[int] | None:
-        """Tokens of the pieces after `text`; None if the tokenizer merges its last token with what follows."""
-        # The last token is encoded with the rest: some tokenizers put a space after it. The empty piece is the begin
-        # of the whole text.
+        """Tokens of the pieces after `text`; None if its last token merges with what follows."""
+        # The last token is encoded with the rest: some tokenizers put a space after it. The empty piece is
+        # in place of the text before them.
         rest = [Piece("", 0), *_drop_chars(pieces, len(text) - len(self._decode([last_id])))]
         first_id, *new_ids = encode_rows(self.reader.tokenizer, [rest])[0].token_ids
         return new_ids if first_id == last_id else None
@@ -171,7 +171,7 @@ class Episode:
 
     def _close_row(self) -> None:
         """Keep the row up to its last supervised token, if it trains anything."""
-        size = len(self.mask) - self.mask[::-1].index(True) if True in self.mask else 0
+        size = max((i + 1 for i, supervised in enumerate(self.mask) if supervised), default=0)
         mask = self.mask[:size]
         if any(a and b for a, b in pairwise(mask)):
             opening, _, content = self.row.sample_id.partition(":")
@@ -186,7 +186,7 @@ class Episode:
         return prompt_row(self.reader.tokenizer, conversation, self.script.thinking)
 
     def _decode_after(self, before: int, token_ids: list[int]) -> str:
-        """The text of tokens after another one: alone, SentencePiece tokens would lose a space at their begin."""
+        """The text of tokens after another one: alone, SentencePiece would drop a space at their begin."""
         return self._decode([before, *token_ids]).removeprefix(self._decode([before]))
 
     def _decode(self, token_ids: list[int]) -> str:

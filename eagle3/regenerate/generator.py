@@ -1,4 +1,4 @@
-"""The regenerate stage: the target answers every prompt row of a token shard, chats and tool tasks, turn by turn."""
+"""The regenerate stage: the target answers the prompt rows of a token shard, chats and tool tasks, turn by turn."""
 
 import logging
 from collections import Counter
@@ -23,7 +23,7 @@ class AnswerGenerator:
     """All conversations of a shard: `num_turns_done` of `num_turns` user turns need no more answers.
 
     Args:
-        rows: prompts, with masks that are all False, and rows that have answers already, which stay unchanged.
+        rows: prompts, with masks that are all False, and rows with answers, which stay unchanged.
         target_dir: for its tokenizer and chat template, where a conversation has more than one answer.
         cfg: sampling, limits and parsers.
         max_model_len: of the engine.
@@ -111,28 +111,21 @@ def outcomes_text(counts: dict[str, int]) -> str:
         number.get(name, "0")
         for name in ("conversations", "requested", "answered", "failed", "skipped", "tool_calls")
     )
-    return (
-        f"{conversations} conversations, {requested} user turns requested = {answered} answered + {failed} failed"
-        f"{reasons} + {skipped} skipped after those; {calls} tool calls"
-    )
+    outcomes = f"{answered} answered + {failed} failed{reasons} + {skipped} skipped after those"
+    return f"{conversations} conversations, {requested} user turns requested = {outcomes}; {calls} tool calls"
 
 
 def check_any_left(num_rows: int, counts: dict[str, int]) -> None:
-    """Refuse to continue without a single row.
-
-    Args:
-        num_rows: of all answered shards.
-        counts: outcome counts of their conversations.
-    """
+    """Refuse to continue if no shard has a row left. counts: outcome counts of all shards."""
     if not num_rows:
         raise ValueError(
-            f"the target must say at least {MIN_ANSWER_TOKENS} tokens in one conversation, got {outcomes_text(counts)}; "
-            "raise regenerate.max_new_tokens if it is below that, or replace prompts that the target ends at once"
+            f"one answer at least must have {MIN_ANSWER_TOKENS} tokens or more, got {outcomes_text(counts)}; raise "
+            "regenerate.max_new_tokens if it is lower, or replace prompts that the target ends at once"
         )
 
 
 def warn_of_limit(counts: dict[str, int], where: str) -> None:
-    """Warn if many answers are cut at the length limit: they have no end of turn, so a draft would not learn it."""
+    """Warn if many answers are cut at the length limit: a draft would not learn the end of a turn."""
     at_limit, requested = counts.get("at_length_limit", 0), counts.get("requested", 0)
     if at_limit > WARN_AT_LIMIT * requested:
         text = "%s: %d answers to %d user turns ended at the length limit; raise regenerate.max_new_tokens"

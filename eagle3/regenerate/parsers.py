@@ -1,11 +1,12 @@
-"""What an answer says: thoughts, content and tool calls, read by vLLM's parsers under the names that `vllm serve` takes.
+"""Read an answer as a message: thoughts, content and tool calls, by vLLM's parsers under the names of `vllm serve`.
 
-Parsing decides the next prompt and which recorded results answer the calls; the token ids in the rows stay exactly
-as the engine wrote them. Importing vLLM's parsers takes eight seconds, so only the worker does it. gpt-oss is read
-here, since vLLM reads it with openai_harmony, which has to download a vocabulary.
+The message decides the next prompt and which recorded results answer its calls; the token ids in the rows stay as
+the engine wrote them. Importing vLLM's parsers takes eight seconds, so only the worker does it. gpt-oss is read
+here: vLLM reads it with openai_harmony, which downloads a vocabulary.
 """
 
 import ast
+import logging
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -42,8 +43,8 @@ def check_parsers(regenerate: RegenerateConfig, has_tools: bool) -> None:
             raise ValueError(f"regenerate.{field} must be one of {', '.join(known)}, got {name}; correct it")
     if regenerate.enabled and has_tools and not regenerate.tool_parser:
         raise ValueError(
-            "rows with tools need regenerate.tool_parser, got none; set it to what `vllm serve --tool-call-parser` "
-            f"takes for this target, one of {', '.join(parser_names('tool_parsers'))}"
+            "rows with tools need regenerate.tool_parser, got none; set the target's --tool-call-parser of "
+            f"`vllm serve`, one of {', '.join(parser_names('tool_parsers'))}"
         )
 
 
@@ -110,10 +111,16 @@ class VllmParser:
     """vLLM's own parsers, used as its server uses them."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", cfg: RegenerateConfig) -> None:
-        from vllm.parser import ParserManager
-        from vllm.parser.engine.events import EventType
-        from vllm.tokenizers.hf import get_cached_tokenizer
-
+        try:
+            from vllm.parser import ParserManager
+            from vllm.parser.engine.events import EventType
+            from vllm.tokenizers.hf import get_cached_tokenizer
+        except ModuleNotFoundError as e:
+            raise ValueError(
+                "all parsers but openai need vLLM, got none; install it or drop rows with tools"
+            ) from e
+        # A call that cannot be read is counted; vLLM would also log a traceback of each.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self.tokenizer: Any = get_cached_tokenizer(tokenizer)
         names = (cfg.tool_parser or None, cfg.reasoning_parser or None)
         try:
@@ -146,7 +153,8 @@ class VllmParser:
 def parse_harmony(text: str, token_ids: list[int], script: Script) -> Parsed:
     """Read gpt-oss's messages: each has a header with channel and recipient, <|message|>, and a body.
 
-    <|channel|>analysis<|message|>T<|end|><|start|>assistant to=functions.N<|channel|>commentary json<|message|>A
+    <|channel|>analysis<|message|>Thoughts.<|end|>
+    <|start|>assistant to=functions.name<|channel|>commentary json<|message|>{"key": "value"}<|call|>
     """
     thoughts: list[str] = []
     content: list[str] = []

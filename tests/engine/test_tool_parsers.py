@@ -72,7 +72,7 @@ def test_where_thinking_is_off_an_answer_is_content_and_calls() -> None:
         ("qwen3", HERMES.replace("arguments", "args"), "bad_form"),
         ("qwen3", "<tool_call>\nweather(Oslo)\n</tool_call>", "bad_form"),
         ("qwen3", f"<think>\nHm.\n</think>\n\n{HERMES[:-20]}", "bad_form"),
-        ("qwen3", HERMES.replace('"Oslo"', "NaN"), "bad_json"),
+        ("qwen3", HERMES.replace('"Oslo"', "NaN"), "wrong_type"),
         ("qwen3", HERMES.replace("weather", "climate"), "unknown_tool"),
         ("qwen3-coder", "I look. <tool_call>Oslo</tool_call>", "bad_form"),
         ("qwen3-coder", "<think>\nHm.\n</think>\n\n<tool_call>", "bad_form"),

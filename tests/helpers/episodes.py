@@ -38,7 +38,7 @@ PARSERS = {
 
 
 def parse_tags(text: str, token_ids: list[int], script: Script) -> Parsed:
-    """Read thoughts in <think> and JSON calls in <tool_call>, in place of vLLM's parsers: those take 8 s to import."""
+    """Read thoughts in <think> and JSON calls in <tool_call>, as vLLM's parsers do, which take 8 s to import."""
     thoughts, _, rest = text.rpartition("</think>")
     thoughts = thoughts.removeprefix("<think>")
     blocks = re.findall(r"<tool_call>(.*?)</tool_call>", rest, re.DOTALL)

@@ -1,5 +1,4 @@
-"""Any conversation, any answers: nothing that the engine wrote is lost, changed or trained twice, and prompts are the
-template's."""
+"""Any conversation, any answers: rows keep every answer once and unchanged, and prompts are the template's."""
 
 import json
 from typing import Any

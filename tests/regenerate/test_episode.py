@@ -1,4 +1,4 @@
-"""Conversations with a target that answers as a test tells it: the rows are those that the finished conversation gives."""
+"""Conversations that a test answers: the rows are those that the finished conversation gives."""
 
 import json
 from itertools import pairwise
@@ -169,7 +169,7 @@ def test_parallel_calls_are_answered_in_the_order_in_which_they_were_made() -> N
     [
         (qwen_call("Paris"), "call_not_recorded"),
         (qwen_call("Oslo").replace('"arguments": {', '"arguments": '), "bad_form"),
-        (qwen_call("Oslo").replace('"Oslo"', "NaN"), "bad_json"),
+        (qwen_call("Oslo").replace('{"city": "Oslo"}', "[1]"), "no_arguments"),
         (qwen_call("Oslo").replace("weather", "wether"), "unknown_tool"),
         (qwen_call("Oslo")[:30], "bad_form"),
     ],
@@ -293,7 +293,7 @@ def test_a_space_at_the_begin_of_an_answer_that_decoding_cuts_off_begins_no_row(
     [
         ('{"city": ' + "[" * 600 + "]" * 600 + "}", {"type": "object"}),
         ('{"city": "Oslo"}', {"type": "object", "required": [["city"]]}),
-        ('{"city": "Oslo"}', {"type": "object", "properties": {"city": {"type": [{"enum": ["Oslo"]}]}}}),
+        ('{"city": "Oslo"}', {"type": "object", "properties": {"city": "string"}}),
     ],
 )
 def test_an_answer_that_trips_the_code_up_fails_one_conversation_and_is_trained(

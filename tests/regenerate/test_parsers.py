@@ -1,4 +1,4 @@
-"""The settings of parsers, and gpt-oss's messages; vLLM's own parsers are in tests/engine/test_tool_parsers.py."""
+"""The settings of parsers, and gpt-oss's messages; tests/engine/test_tool_parsers.py has vLLM's own parsers."""
 
 import subprocess
 import sys
@@ -18,6 +18,7 @@ SCRIPT = Script([], [], TOOLS, None, Recorded({}))
 GPT_OSS = RegenerateConfig(tool_parser="openai", reasoning_parser="openai_gptoss")
 ANALYSIS = "<|channel|>analysis<|message|>Look.<|end|>"
 CALL = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo"}'
+TIME = call("get_time")
 LATER_CALL = (
     "<|start|>assistant<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>{}<|call|>"
 )
@@ -34,8 +35,8 @@ def read(text: str, cfg: RegenerateConfig = GPT_OSS, script: Script = SCRIPT) ->
         (f"{ANALYSIS}<|start|>assistant<|channel|>final<|message|>No.<|return|>", assistant("No.", "Look.")),
         (CALL, assistant(calls=(OSLO,))),
         (f"{ANALYSIS}<|start|>assistant{CALL}<|call|>", assistant("", "Look.", (OSLO,))),
-        (f"{CALL}<|call|>{LATER_CALL}", assistant(calls=(OSLO, call("get_time")))),
-        ("<|channel|>commentary<|message|>I look.<|end|>" + LATER_CALL, assistant("I look.", "", (call("get_time"),))),
+        (f"{CALL}<|call|>{LATER_CALL}", assistant(calls=(OSLO, TIME))),
+        (f"<|channel|>commentary<|message|>I look.<|end|>{LATER_CALL}", assistant("I look.", "", (TIME,))),
         ("<|channel|>analysis<|message|>Look. But", assistant("", "Look. But")),
         ("Hello", assistant("Hello")),
     ],

@@ -205,7 +205,9 @@ def test_where_nothing_is_left_the_counts_say_why_and_what_to_do(target_dir: Pat
     )
     for i in generator.start():
         assert generator.follow(i, Answer([0], "length")) is None
-    said = r"4 conversations, 7 user turns requested = 0 answered \+ 4 failed \(too_short 4\) \+ 3 skipped .*; raise regenerate\."
+    said = (
+        r"7 user turns requested = 0 answered \+ 4 failed \(too_short 4\) \+ 3 skipped .*; raise regenerate\."
+    )
     rows, counts = generator.result()
     with pytest.raises(ValueError, match=said):
         check_any_left(len(rows), counts)
@@ -234,8 +236,8 @@ def test_the_outcome_counts_add_up_in_words(caplog: pytest.LogCaptureFixture) ->
     }
     counts |= {"skipped": 2, "tool_calls": 4, "at_length_limit": 1}
     assert outcomes_text(counts) == (
-        "3 conversations, 9 user turns requested = 5 answered + 2 failed (no_room 1, too_short 1) + 2 skipped after those; "
-        "4 tool calls"
+        "3 conversations, 9 user turns requested = 5 answered + 2 failed (no_room 1, too_short 1) "
+        "+ 2 skipped after those; 4 tool calls"
     )
     warn_of_limit(counts, "shard 0")
     assert caplog.text == ""
