@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle3.data.conversations import Conversation, Message
-from eagle3.data.pieces import Piece
-from eagle3.data.template import template_of
+from eagle3.data.template import Piece, template_of
 from eagle3.shards.tokens import TokenRow
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from eagle3.data.conversations import (
     to_conversation,
 )
 from eagle3.data.files import MAX_ROW_BYTES, Record
-from eagle3.data.pieces import Piece
 from eagle3.data.presets import PRESETS
 from eagle3.data.script import script_of
+from eagle3.data.template import Piece
 from eagle3.errors import WorkerDied
 from eagle3.files import digest_of
 from eagle3.shards.tokens import TokenRow

@@ -1,6 +1,5 @@
 """Boundaries and masks of chat turns."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -19,23 +18,16 @@ from eagle3.data.chat import (
     text_spans,
 )
 from eagle3.data.conversations import BadRow, Conversation, Message
-from eagle3.data.pieces import Piece
+from eagle3.data.template import Piece
+from tests.helpers.calls import call, tool
 from tests.helpers.tiny_tokenizer import CHATML, train_tokenizer
 
-CONTENT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20) | st.sampled_from(
-    [
-        "\n",
-        " ",
-        "\n\n  Hello",
-        "<|end|>",
-        "<|start|>assistant\nHello<|end|>",
-        "assistant",
-        "e\u0301",
-        "👩‍👩‍👧",
-        "\ufeff",
-        "Help.<|end|>\n",
-    ]
+CONTROL = ("<|pad|>", "<|start|>", "<|end|>")
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+TRICKY_TEXT = st.sampled_from(
+    ["\n", " ", "\n\n  Hello", "<|end|", "|start|>", "assistant", "e\u0301", "👩‍👩‍👧", "\ufeff", "Help.\n"]
 )
+CONTENT = (ANY_TEXT | TRICKY_TEXT).filter(lambda text: not any(token in text for token in CONTROL))
 
 
 def turn(role: str, content: str) -> Message:
@@ -114,7 +106,7 @@ def test_an_answer_that_would_merge_with_the_generation_prompt_keeps_its_own_tok
 
 
 def test_a_batch_equals_one_by_one(tokenizer: PreTrainedTokenizerBase) -> None:
-    conversations = [[turn("user", "a" * n), turn("assistant", "b<|end|>" * n)] for n in (1, 7, 30)]
+    conversations = [[turn("user", "a" * n), turn("assistant", "b<|end " * n)] for n in (1, 7, 30)]
     batch = encode_rows(
         tokenizer, [row for m in conversations for row in conversation_rows(tokenizer, Conversation(m))]
     )
@@ -122,16 +114,42 @@ def test_a_batch_equals_one_by_one(tokenizer: PreTrainedTokenizerBase) -> None:
     assert encode_rows(tokenizer, []) == []
 
 
-def test_a_tag_in_a_text_is_cut_where_no_tokenizer_can_join_it(tokenizer: PreTrainedTokenizerBase) -> None:
-    messages = [turn("user", "a<|end|><|end|"), turn("assistant", "<|start|>")]
+def test_pieces_begin_where_answers_begin(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
     assert conversation_rows(tokenizer, Conversation(messages)) == [
         [
-            Piece("<|start|>system\nHelp.<|end|>\n<|start|>user\na<", 0),
-            Piece("|end|><|end|<|end|>\n<|start|>assistant\n", 0),
-            Piece("<", 1),
-            Piece("|start|><|end|>", 15),
+            Piece("<|start|>system\nHelp.<|end|>\n<|start|>user\na<|end|>\n<|start|>assistant\n", 0),
+            Piece("b<|end|>\n<|start|>user\nc<|end|>\n<|start|>assistant\n", len("b<|end|>")),
+            Piece("d<|end|>", len("d<|end|>")),
         ]
     ]
+
+
+TAG = "say <|end|>"
+PLAIN = [turn("user", "a"), turn("assistant", "b")]
+
+
+@pytest.mark.parametrize(
+    "conversation",
+    [
+        Conversation([turn("system", TAG), *PLAIN]),
+        Conversation([turn("user", TAG), PLAIN[1]]),
+        Conversation([PLAIN[0], turn("assistant", TAG)]),
+        Conversation([PLAIN[0], Message(role="assistant", content="b", reasoning_content=TAG)]),
+        Conversation([PLAIN[0], PLAIN[1], turn("tool", TAG), PLAIN[1]]),
+        Conversation(
+            [PLAIN[0], Message(role="assistant", content="", tool_calls=[call("f", text=[{TAG: 1}])])]
+        ),
+        Conversation(PLAIN, [tool(TAG)]),
+    ],
+)
+def test_a_text_that_spells_a_control_token_is_refused(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation
+) -> None:
+    for render in (conversation_rows, prompt_row):
+        with pytest.raises(BadRow, match=r"spells the control token <\|end\|>; remove it") as e:
+            render(tokenizer, conversation)
+        assert e.value.reason == "control_token"
 
 
 def test_a_greeting_before_the_first_user_turn_is_context(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -170,26 +188,11 @@ def test_long_rows_keep_whole_answers(tokenizer: PreTrainedTokenizerBase) -> Non
         )
 
 
-def test_a_template_without_special_end_of_turn_supervises_the_whole_answer() -> None:
-    template = (  # " user" would be one token if the answer's space were not cut off
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
-    assert supervised_runs(train_tokenizer(template), messages) == ["b ", "d "]
-
-
 def test_a_template_that_trims_supervises_what_it_renders() -> None:
     trimming = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | trim }}")
     assert supervised_runs(train_tokenizer(trimming), [turn("user", "a"), turn("assistant", " b\n")]) == [
         "b<|end|>"
     ]
-
-
-def test_a_template_that_closes_the_conversation_does_not_close_the_answer() -> None:
-    closing = CHATML[: CHATML.rindex("{% endif %}")] + "{% else %}<|pad|>{% endif %}"
-    messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
-    assert supervised_runs(train_tokenizer(closing), messages) == ["b<|end|>", "d<|end|>"]
 
 
 def test_a_template_that_changes_earlier_turns_gives_a_row_for_each_answer() -> None:
@@ -208,41 +211,35 @@ def test_a_template_that_changes_earlier_turns_gives_a_row_for_each_answer() -> 
     ]
 
 
-def test_answers_elsewhere_than_behind_the_generation_prompt_are_taken_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    elsewhere = CHATML.replace("<|start|>assistant\n{% endif", "<|start|>model\n{% endif")
-    messages = [turn("user", "a"), turn("assistant", "modest"), turn("user", "c"), turn("assistant", "d")]
-    assert supervised_runs(train_tokenizer(elsewhere), messages) == ["modest<|end|>", "d<|end|>"]
-    assert caplog.text.count("writes answers elsewhere than behind its generation prompt") == 1
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] == 'user' %}"),
+        CHATML.replace("<|start|>assistant\n{% endif", "<|start|>model\n{% endif"),
+        CHATML.replace("{% endif %}", "{% else %}<|pad|>{% endif %}"),
+        CHATML.replace("<|end|>\n{% endfor", "<|end|> Over.\n{% endfor"),
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+    ],
+    ids=["not written", "not after the prompt", "conversation closed", "text after the end", "no end"],
+)
+def test_an_answer_that_the_rule_does_not_find_is_refused(template: str) -> None:
+    with pytest.raises(BadRow, match=r"does not write message 2 \(assistant\) between") as e:
+        conversation_rows(train_tokenizer(template), Conversation(PLAIN))
+    assert e.value.reason == "answer_not_cut"
 
 
 @pytest.mark.parametrize(
-    ("template", "reason", "said"),
+    ("template", "reason"),
     [
-        (
-            CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] == 'user' %}"),
-            "answer_not_rendered",
-            "does not write message 2",
-        ),
-        (
-            "{{ raise_exception('no system role') }}",
-            "template_refuses",
-            "refuses the conversation (no system role); change",
-        ),
-        ("{{ messages[0]['content'] + 1 }}", "template_refuses", "refuses the conversation ("),
-        (
-            "{{ messages[0]['content'] | tojson(ensure_ascii=true) }}",
-            "tag_in_text",
-            "escapes a text that spells one of its tags",
-        ),
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{{ messages[0]['content'] + 1 }}", "can only concatenate"),
     ],
 )
-def test_a_template_that_does_not_write_the_answer_is_an_error(template: str, reason: str, said: str) -> None:
-    messages = [turn("user", "a<|end|>"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
-    with pytest.raises(BadRow, match=re.escape(said)) as e:
-        conversation_rows(train_tokenizer(template), Conversation(messages))
-    assert e.value.reason == reason
+def test_a_template_that_refuses_a_conversation_says_why(template: str, reason: str) -> None:
+    with pytest.raises(BadRow, match=rf"refuses the conversation \({reason}.*\); change") as e:
+        conversation_rows(train_tokenizer(template), Conversation(PLAIN))
+    assert e.value.reason == "template_refuses"
 
 
 def test_a_tokenizer_is_loaded_from_its_directory(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eagle3.data.chat import EncodedRow, conversation_rows, encode_rows, prompt_row, text_spans
 from eagle3.data.conversations import BadRow, Conversation, Message, drop_trailing_answer
-from eagle3.data.template import TODAY
+from eagle3.data.template import TODAY, template_of
 from tests.helpers.formats import FORMATS, Format
 
 WEATHER = {
@@ -72,16 +72,10 @@ ROWS: dict[str, dict[str, list[int]]] = {
     "mistral": {"single": [1], "multi": [2], "system": [1, 1], "tools": [2]},
     "mistral-spaced": {"single": [1], "multi": [2], "system": [1, 1], "tools": [2]},
     "mistral-legacy": {"single": [1], "multi": [2], "system": [1, 1], "tools": [2]},
-    "gpt-oss": {
-        "single": [1],
-        "multi": [1, 1],
-        "system": [1, 1],
-        "tools": [2],
-        "thinking": [1, 1],
-        "thinking_tools": [2],
-    },
-    "deepseek-r1": {"single": [1], "multi": [2], "system": [2], "tools": [2], "thinking": [1, 1]},
+    "gpt-oss": {"single": [1], "multi": [1, 1], "system": [1, 1], "tools": [2], "thinking": [1, 1]},
 }
+# What the rule does not cut: gpt-oss leaves the thoughts of a call out once a final answer follows, R1 shows no thoughts.
+NOT_CUT = [("gpt-oss", "thinking_tools"), ("deepseek-r1", "single"), ("deepseek-r1", "thinking")]
 CONVERSATIONS = {
     "single": Conversation(SINGLE),
     "multi": Conversation(MULTI),
@@ -126,15 +120,10 @@ def decoded(case: Case, ids: list[int]) -> str:
 
 
 def rendered(form: Format, conversation: Conversation, num_messages: int, prompt: bool) -> str:
-    """What a server writes, in the form of tool calls and thoughts that the template wants."""
+    """What a server writes."""
     messages: list[dict[str, Any]] = [dict(m) for m in conversation.messages[:num_messages]]
     for m in messages:
         m |= {"thinking": m["reasoning_content"]} if "reasoning_content" in m else {}
-        if form.name == "deepseek-r1" and "tool_calls" in m:
-            m |= {
-                "content": None,
-                "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": '{"city": "Tromsø"}'}}],
-            }
     text = form.tokenizer().apply_chat_template(
         messages,
         tools=conversation.tools,
@@ -155,21 +144,25 @@ def test_the_supervised_text_is_the_assistants_words_and_end_of_turn(name: str, 
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)
-def test_an_answer_stands_behind_what_serving_feeds(name: str, case: str) -> None:
+def test_an_answer_follows_what_serving_feeds(name: str, case: str) -> None:
     found = encoded(name, CONVERSATIONS[case])
     rows = conversation_rows(found.form.tokenizer(), found.conversation)
     before = ["".join(p.text for p in row[:i]) for row in rows for i in range(len(row)) if row[i].num_answer]
     asked = [i for i, m in enumerate(found.conversation.messages) if m["role"] == "assistant"]
     prompts = [rendered(found.form, found.conversation, i, prompt=True) for i in asked]
-    if name == "deepseek-r1" and case != "thinking":
-        # Its prompt opens thoughts, which these answers do not have: they stand where its history shows them.
-        prompts = [p.removesuffix("<think>\n") for p in prompts]
     empty = "<think>\n\n</think>\n\n"
     inserted = {"qwen3": empty, "qwen3-coder": empty, "qwen3-thinking": "\n</think>\n\n"}.get(name, "")
     assert before == [p if "thinking" in case else p + inserted for p in prompts]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "case"), NOT_CUT)
+def test_an_answer_that_the_template_writes_elsewhere_is_refused(name: str, case: str) -> None:
+    with pytest.raises(BadRow, match="between its generation prompt and a control token") as e:
+        encoded(name, CONVERSATIONS[case])
+    assert e.value.reason == "answer_not_cut"
+
+
+@pytest.mark.parametrize("name", ROWS)
 def test_token_ids_are_those_of_the_whole_rendered_text(name: str) -> None:
     form, tokenizer = FORMATS[name], FORMATS[name].tokenizer()
     for case in ROWS[name]:
@@ -185,27 +178,29 @@ def test_token_ids_are_those_of_the_whole_rendered_text(name: str) -> None:
         assert not any(prompt.loss_mask)
 
 
-TAGS = {tag for f in FORMATS.values() for tag in (*f.special, *f.added) if tag.strip()}
-PIECES = [t[:k] for t in sorted(TAGS) for k in (1, -1)] + [t[1:] for t in sorted(TAGS)]
+ADDED = sorted({tag for f in FORMATS.values() for tag in f.added if tag.strip()})
+SPECIAL = sorted({tag for f in FORMATS.values() for tag in f.special})
+PIECES = [tag[:k] for tag in [*SPECIAL, *ADDED] for k in (1, -1)] + [tag[1:] for tag in SPECIAL]
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
-    [" ", "\n", "Hello", "\ue000", "[INST"]
+    [" ", "\n", "Hello", "[INST"]
 )
 
 
 def contents(form: Format, tags: tuple[str, ...]) -> st.SearchStrategy[str]:
-    parts = WORDS | st.sampled_from(PIECES) | st.sampled_from(sorted(tags))
+    parts = WORDS | st.sampled_from(PIECES) | st.sampled_from(("", *tags))
     texts = st.lists(parts, min_size=1, max_size=5).map("".join).filter(str.strip)
     # These tokenizers write a space as ▁, so they cannot tell the two apart.
     return texts.map(lambda t: t.replace("▁", "_")) if form.spaced else texts
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ROWS)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_tags_in_contents_neither_become_control_tokens_nor_move_the_mask(
+def test_any_content_is_refused_or_leaves_control_tokens_and_mask_as_they_are(
     name: str, data: st.DataObject
 ) -> None:
     form, tokenizer = FORMATS[name], FORMATS[name].tokenizer()
+    control = template_of(tokenizer, None).control
     asked = contents(form, (*form.special, *form.added))
     # The model's own tokens, such as <think>, are its own to write.
     answered = contents(form, form.special).filter(lambda text: not any(tag in text for tag in form.added))
@@ -214,53 +209,24 @@ def test_tags_in_contents_neither_become_control_tokens_nor_move_the_mask(
         exchanges = [*exchanges, exchanges[0]]
     messages = [m for a, b in exchanges for m in (user(a), assistant(b))]
     plain = [Message(role=m["role"], content="x") for m in messages]
-    if data.draw(st.booleans()):
-        messages = [Message(role="system", content=data.draw(answered)), *messages]
-        plain = [Message(role="system", content="x"), *plain]
+    if any(control.search(m["content"]) for m in messages):
+        with pytest.raises(BadRow, match="spells the control token"):
+            encoded(name, Conversation(messages))
+        return
     found, expected = (encoded(name, Conversation(m)) for m in (messages, plain))
-
-    assert [t for row in supervised(found) for t in row] == [
-        form.written(m) for m in messages if m["role"] == "assistant"
-    ]
-    control = {
-        tokenizer.convert_tokens_to_ids(t)
-        for t in (*form.special, *form.added)
-        if t not in ("\n\n", "<table>")
-    }
-    assert [[t for t in row.token_ids if t in control] for row in found.rows] == [
-        [t for t in row.token_ids if t in control] for row in expected.rows
-    ]
-    shown = decoded(found, found.rows[-1].token_ids)
-    assert all(m["content"].strip() in shown for m in messages if m["role"] == "user")
-
-
-@pytest.mark.parametrize("name", ["qwen3", "llama3.1", "gpt-oss", "mistral"])
-def test_tags_in_tools_calls_and_results_stay_text(name: str) -> None:
-    form, tokenizer = FORMATS[name], FORMATS[name].tokenizer()
-    control = {tokenizer.convert_tokens_to_ids(t) for t in (*form.special, *form.added)}
-    kept = []
-    for tag in ("x", "".join(form.special)):
-        tool = {"type": "function", "function": {**WEATHER["function"], "description": tag}}
-        call = {**CALL, "function": {"name": "weather", "arguments": {"city": tag}}}
-        result = Message(role="tool", content=tag, tool_call_id="abcdef123")
-        found = encoded(
-            name, Conversation([user("Hi"), assistant(call=call), result, assistant("Ok")], [tool])
-        )
-        assert all(tag in decoded(found, row.token_ids) for row in found.rows)
-        kept.append([[t for t in row.token_ids if t in control] for row in found.rows])
+    written = [form.written(m) for m in messages if m["role"] == "assistant"]
+    assert [text for row in supervised(found) for text in row] == written
+    tokens = {tokenizer.convert_tokens_to_ids(t) for t in form.special}
+    kept = [[[t for t in row.token_ids if t in tokens] for row in case.rows] for case in (found, expected)]
     assert kept[0] == kept[1]
+    text = decoded(found, found.rows[-1].token_ids)
+    assert all(m["content"].strip() in text for m in messages if m["role"] == "user")
 
 
 def test_thoughts_and_calls_may_be_spelled_in_the_assistants_own_content() -> None:
     inline = encoded("qwen3", Conversation([user("Hi"), assistant("<think>\nGreet.\n</think>\n\nHello!")]))
     given = encoded("qwen3", Conversation([user("Hi"), assistant("Hello!", "Greet.")]))
     assert inline.rows == given.rows
-    inline = encoded(
-        "deepseek-r1", Conversation([user("Hi"), assistant("<think>\nGreet.\n</think>\n\nHello!")])
-    )
-    given = encoded("deepseek-r1", Conversation([user("Hi"), assistant("Hello!", "Greet.")]))
-    opened = encoded("deepseek-r1", Conversation([user("Hi"), assistant("Greet.\n</think>\n\nHello!")]))
-    assert inline.rows == given.rows == opened.rows
     call = encoded("qwen3", Conversation([user("Hi"), assistant("<tool_call>\n{}\n</tool_call>")]))
     assert call.form.tokenizer().convert_tokens_to_ids("<tool_call>") in call.rows[0].token_ids
 
@@ -281,6 +247,7 @@ def test_thinking_off_shows_the_empty_block_and_no_thoughts(thoughts: str) -> No
     [
         ("gemma3", [user("a"), user("b"), assistant("c")], "template_refuses"),
         ("smollm2", TOOLS, "tool_calls_not_rendered"),
+        ("deepseek-r1", TOOLS, "tool_calls_not_rendered"),
         ("mistral", [user("a"), assistant(call={**CALL, "id": "1"})], "template_refuses"),
     ],
 )
@@ -304,7 +271,7 @@ def test_todays_date_does_not_change_a_row() -> None:
 
 def test_arguments_too_deep_to_write_are_refused() -> None:
     deep: dict[str, Any] = {}
-    for _ in range(600):
+    for _ in range(3000):
         deep = {"a": deep}
     call = {**CALL, "function": {"name": "weather", "arguments": deep}}
     with pytest.raises(BadRow, match="nested too deep"):

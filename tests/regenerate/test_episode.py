@@ -38,7 +38,6 @@ FAITHFUL = [
     ("gpt-oss", "multi"),
     ("gpt-oss", "tools"),
     ("gpt-oss", "thinking"),
-    ("gpt-oss", "thinking_tools"),
 ]
 
 
