@@ -1,14 +1,11 @@
 """Conversations to token ids and loss masks, by the tokenizer's own chat template.
 
-A row is a list of pieces (`pieces.py`), each tokenized on its own. A piece ends where a generation prompt ends, so that the
-tokens before an answer are exactly those that serving feeds; tokenizing the whole text could merge the last characters of the
-generation prompt with the first of the answer. Pieces of ChatML:
+A row is a list of pieces (eagle3/data/template.py). Each is tokenized on its own and begins where a generation prompt ends, so
+that the tokens before an answer are exactly those that serving feeds. Tokenizing the whole text could merge the last characters
+of the generation prompt with the first of the answer. Pieces of ChatML:
 
     <s>user⏎Hi</s>⏎<s>assistant⏎ | Hello!</s>⏎<s>user⏎Bye</s>⏎<s>assistant⏎ | See you!</s>
                                    ^^^^^^^^^^ supervised                       ^^^^^^^^^^^^
-
-Supervised is what the template writes for the model: a template that trims answers, or leaves thoughts out, trains the rest. What
-it writes behind the last end of turn is left out: no loss needs it.
 """
 
 from functools import lru_cache
@@ -73,14 +70,14 @@ def conversation_rows(
     Args:
         tokenizer: fast, with a chat template.
         conversation: its last answer ends the last row; an assistant turn before the first user turn is context only.
-        thinking: on or off, passed to the template; None leaves it to the template. Off leaves the given thoughts out.
+        thinking: on or off, passed to the template; None leaves it to the template. Off leaves thoughts out.
 
     Returns:
-        one row, or several where the template renders earlier turns otherwise as the conversation grows, as thinking templates
-        that drop earlier thoughts do. Every answer is supervised in exactly one of them. No row without an answer.
+        one row, or several where the template changes earlier turns as the conversation grows, as thinking templates do that
+        drop earlier thoughts. Every answer is supervised in exactly one row. No row without an answer.
 
     Raises:
-        BadRow: template_refuses, answer_not_rendered, tool_calls_not_rendered or tag_in_text.
+        BadRow: control_token, template_refuses, answer_not_cut, tool_calls_not_rendered or too_deep.
     """
     return template_of(tokenizer, thinking).rows(conversation)
 
@@ -88,8 +85,17 @@ def conversation_rows(
 def prompt_row(
     tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, thinking: bool | None = None
 ) -> list[Piece]:
-    """Render a conversation and the generation prompt: what the target answers. As `conversation_rows`, nothing supervised."""
+    """Render a conversation and the generation prompt, which the target answers; arguments as in `conversation_rows`.
+
+    Raises:
+        BadRow: control_token, template_refuses, tool_calls_not_rendered or too_deep.
+    """
     return template_of(tokenizer, thinking).prompt(conversation)
+
+
+def render_prompt(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> list[int]:
+    """Token ids of the messages and the generation prompt."""
+    return encode_rows(tokenizer, [prompt_row(tokenizer, Conversation(messages))])[0].token_ids
 
 
 def encode_rows(
@@ -98,20 +104,20 @@ def encode_rows(
     """Tokenize the pieces of many rows in one batch.
 
     Args:
-        tokenizer: the rows' own.
+        tokenizer: the one that rendered the rows.
         rows: pieces as `conversation_rows` and `prompt_row` return them.
-        max_tokens: longer rows are cut behind the last answer that fits, or inside the first answer if none fits.
+        max_tokens: longer rows are cut after the last answer that fits, or inside the first answer if none fits.
 
     Returns:
-        one for each row, in order. reason: empty_mask where a row with answers has no two supervised neighbours, since the first
-        token of an answer is never drafted; merged_pieces where the tokenizer does not keep the pieces apart.
+        one for each row, in order. reason: empty_mask where a row with answers has no two supervised neighbours (the first token
+        of an answer is never drafted), merged_pieces where the tokenizer merges a piece with the text around it.
     """
     anchor = _anchor(tokenizer) or ""
-    # A row begins where the text that serving tokenizes begins; the pieces behind must not look like a begin.
+    # Serving tokenizes a row from its begin; the later pieces must not be tokenized as the begin of a text.
     prefixes = [anchor if i else "" for pieces in rows for i in range(len(pieces))]
     texts = [piece.text for pieces in rows for piece in pieces]
     encoded = _encode(tokenizer, [anchor, *map(str.__add__, prefixes, texts)])
-    numbered = enumerate(prefixes, start=1)  # behind the anchor itself
+    numbered = enumerate(prefixes, start=1)  # text 0 is the anchor
     encoded_rows = []
     for pieces in rows:
         token_ids: list[int] = []
@@ -132,14 +138,15 @@ def encode_rows(
 def _piece_tokens(
     encoded: "BatchEncoding", index: int, anchor: str, piece: Piece
 ) -> tuple[list[int], int, bool]:
-    """One piece of a batch whose first text is the anchor.
+    """Take one piece from a batch.
 
     Args:
-        index: the piece's place in the batch.
-        anchor: what was tokenized before it, or "".
+        encoded: its first text is the anchor.
+        index: of the piece in the batch.
+        anchor: the text that was tokenized before the piece, or "".
 
     Returns:
-        token ids, how many of the first are the model's, and whether the tokenizer kept the piece apart from what is around it.
+        token ids, how many of the first are the model's, and whether the tokenizer kept the piece apart from the text around it.
     """
     ids = encoded["input_ids"][index]
     num_answer, is_apart = len(ids), True
@@ -154,47 +161,35 @@ def _piece_tokens(
     return ids, num_answer, is_apart
 
 
-def render_prompt(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> list[int]:
-    """Token ids of the messages and the generation prompt."""
-    return encode_rows(tokenizer, [prompt_row(tokenizer, Conversation(messages))])[0].token_ids
-
-
 def text_spans(
     tokenizer: "PreTrainedTokenizerBase", token_ids: list[int], loss_mask: list[bool]
 ) -> list[tuple[str, bool]]:
     """Decode a row for people: (text, supervised) for every run of equal mask."""
-    runs = [
-        (m, [t for t, _ in run])
-        for m, run in groupby(zip(token_ids, loss_mask, strict=True), key=lambda pair: pair[1])
-    ]
-    return [
-        (tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False), m)
-        for m, ids in runs
-    ]
+    spans = []
+    for supervised, run in groupby(zip(loss_mask, token_ids, strict=True), key=lambda pair: pair[0]):
+        ids = [token for _, token in run]
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        spans.append((text, supervised))
+    return spans
 
 
 def sample_of(tokenizer: "PreTrainedTokenizerBase", row: TokenRow) -> dict[str, Any]:
-    """A row as reports show it, JSON-ready: sample_id, source, tokens (their number), spans [[text, supervised], …]."""
+    """A row for reports, JSON-ready: sample_id, source, tokens (their number), spans [[text, supervised], …]."""
     spans = [list(span) for span in text_spans(tokenizer, row.token_ids, row.loss_mask)]
     return {"sample_id": row.sample_id, "source": row.source, "tokens": len(row.token_ids), "spans": spans}
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> "BatchEncoding":
-    """Tokenize texts in one batch; nothing is added, since templates write their own special tokens."""
-    return tokenizer(
-        texts,
-        add_special_tokens=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
+    """Tokenize texts in one batch and add nothing: templates write their own special tokens."""
+    no_masks = {"return_attention_mask": False, "return_token_type_ids": False}
+    return tokenizer(texts, add_special_tokens=False, verbose=False, **no_masks)
 
 
 @lru_cache(maxsize=8)
 def _anchor(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """A text behind which a piece is tokenized as inside a text; None if there is none.
+    """A text after which a piece is tokenized as in the middle of a text; None if no such text is known.
 
-    SentencePiece tokenizers put a space before every text: not before a piece, if something stands before it.
+    SentencePiece tokenizers put a space before every text, but not before a piece that follows other text.
     """
     for anchor in ("", tokenizer.bos_token or "", "\n"):
         start, begun, piece = _encode(tokenizer, [anchor, "a", f"{anchor}b"])["input_ids"]

@@ -1,19 +1,19 @@
-"""Rows to conversations: the formats that a row may have, recognised by its keys.
+"""Rows to conversations. The keys of a row give its format, the first match wins:
 
-    format            keys, the first that is there wins
     pretokenized      input_ids and loss_mask
-    openai_messages   messages | conversations | conversation: turns of {role, content}; beside them tools or functions, system
+    openai_messages   messages | conversations | conversation: turns of {role, content}
     sharegpt          the same keys: turns of {from, value}
-    prompt_response   one of PROMPT_KEYS and one of RESPONSE_KEYS; beside them system, and input behind an instruction
+    prompt_response   one of PROMPT_KEYS and one of RESPONSE_KEYS; `input` follows an instruction
     prompt_only       one of PROMPT_KEYS
 
-Lists may be JSON in a string, as many hub files have them. Keys that say nothing about the words (id, source, …) are ignored.
+All but the first may have system, and tools or functions. Lists may be JSON in a string, as in many hub files. Other keys
+(id, source, …) are ignored.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypedDict
+from typing import Any, TypedDict
 
 ROLE_OF = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -58,14 +58,14 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Pretokenized:
-    """A row that is tokens already. token_ids: T target token ids. loss_mask: T flags, True where the target wrote the token."""
+    """A row of tokens. token_ids: T target token ids. loss_mask: T flags, True where the target wrote the token."""
 
     token_ids: list[int]
     loss_mask: list[bool]
 
 
 class BadRow(ValueError):
-    """A row that cannot be used. reason: a short code to count it by; the message says what must hold and what to do."""
+    """A row that cannot be used. reason: a short code to count it by; the message gives rule and remedy."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(reason, message)
@@ -79,17 +79,16 @@ def to_conversation(row: Mapping[str, Any]) -> Conversation | Pretokenized:
     """Read the conversation in a row.
 
     Raises:
-        BadRow: no_conversation, no_user, bad_turn, bad_role, bad_json, bad_tool_call, bad_tools, bad_token_ids, not_text,
-            empty_text, bad_unicode or too_deep.
+        BadRow: no_conversation, no_user, bad_turn, bad_role, bad_json, bad_tool_call, bad_tools, bad_token_ids,
+            not_text, empty_text, bad_unicode or too_deep.
     """
     if row.get("input_ids") is not None:
         return _read_pretokenized(row)
     try:
         return _read_conversation(row)
     except RecursionError as e:
-        raise BadRow(
-            "too_deep", "an object is nested too deep to be read; flatten it or remove the row"
-        ) from e
+        message = "an object is nested too deep to be read; flatten it or remove the row"
+        raise BadRow("too_deep", message) from e
 
 
 def has_answer(messages: list[Message]) -> bool:
@@ -99,7 +98,7 @@ def has_answer(messages: list[Message]) -> bool:
 
 
 def drop_trailing_answer(messages: list[Message]) -> list[Message]:
-    """The messages before the last assistant turn, when that turn ends the conversation: what the target is to answer."""
+    """The messages that the target is to answer: all but assistant turns at the end."""
     end = len(messages)
     while end and messages[end - 1]["role"] == "assistant":
         end -= 1
@@ -107,12 +106,12 @@ def drop_trailing_answer(messages: list[Message]) -> list[Message]:
 
 
 def _read_conversation(row: Mapping[str, Any]) -> Conversation:
-    turn_key = _first(row, TURN_KEYS)
+    turn_key = _first_key(row, TURN_KEYS)
     if turn_key:
         messages, form = _read_turns(row[turn_key], turn_key)
     else:
         messages, form = _read_columns(row)
-    system_key = _first(row, SYSTEM_KEYS)
+    system_key = _first_key(row, SYSTEM_KEYS)
     if system_key and messages[0]["role"] != "system":
         messages = [*_read_turn({"role": "system", "content": row[system_key]}, system_key), *messages]
     if not any(m["role"] == "user" for m in messages):
@@ -120,40 +119,32 @@ def _read_conversation(row: Mapping[str, Any]) -> Conversation:
     return Conversation(messages, _read_tools(row), form)
 
 
-def _read_turns(listed: Any, key: str) -> tuple[list[Message], str]:
-    listed = _parsed(listed, key)
-    if not isinstance(listed, list) or not listed:
-        raise BadRow(
-            "bad_turn",
-            f"{key} must be a list with at least one turn, got {_shown(listed)}; fill it or drop the row",
-        )
-    messages = [m for i, turn in enumerate(listed, 1) for m in _read_turn(turn, f"turn {i} of {key}")]
+def _read_turns(turns: Any, key: str) -> tuple[list[Message], str]:
+    turns = _parse_json(turns, key)
+    if not isinstance(turns, list) or not turns:
+        found = "an empty list" if turns == [] else _type_name(turns)
+        rule = f"{key} must be a list with at least one turn"
+        raise BadRow("bad_turn", f"{rule}, got {found}; fill it or drop the row")
+    messages = [m for i, turn in enumerate(turns, 1) for m in _read_turn(turn, f"turn {i} of {key}")]
     if not messages:
         raise BadRow("empty_text", f"{key} has no text; fill it or remove the row")
-    return messages, "sharegpt" if "from" in listed[0] else "openai_messages"
+    return messages, "sharegpt" if "from" in turns[0] else "openai_messages"
 
 
 def _read_columns(row: Mapping[str, Any]) -> tuple[list[Message], str]:
-    prompt_key = _first(row, PROMPT_KEYS)
+    prompt_key = _first_key(row, PROMPT_KEYS)
     if not prompt_key:
-        keys = sorted(map(str, row))
-        raise BadRow(
-            "no_conversation",
-            f"no conversation, only the keys {keys}; name it messages, or prompt and response",
-        )
+        found = f"no conversation, only the keys {sorted(map(str, row))}"
+        raise BadRow("no_conversation", f"{found}; name it messages, or prompt and response")
     prompt = row[prompt_key]
-    if (
-        prompt_key == "instruction"
-        and isinstance(prompt, str)
-        and isinstance(row.get("input"), str)
-        and row["input"].strip()
-    ):
-        prompt = f"{prompt}\n\n{row['input']}"
-    response_key = _first(row, RESPONSE_KEYS)
+    more = row.get("input")
+    if prompt_key == "instruction" and isinstance(prompt, str) and isinstance(more, str) and more.strip():
+        prompt = f"{prompt}\n\n{more}"
     messages = _read_column(prompt, "user", prompt_key)
-    if response_key:
-        messages += _read_column(row[response_key], "assistant", response_key)
-    return messages, "prompt_response" if response_key else "prompt_only"
+    response_key = _first_key(row, RESPONSE_KEYS)
+    if not response_key:
+        return messages, "prompt_only"
+    return messages + _read_column(row[response_key], "assistant", response_key), "prompt_response"
 
 
 def _read_column(value: Any, role: str, key: str) -> list[Message]:
@@ -165,13 +156,12 @@ def _read_column(value: Any, role: str, key: str) -> list[Message]:
 def _read_turn(turn: Any, where: str) -> list[Message]:
     """One message; none for an empty system prompt, which many files have."""
     if not isinstance(turn, dict):
-        raise BadRow(
-            "bad_turn", f'{where} must be an object, got {_shown(turn)}; write {{"role": …, "content": …}}'
-        )
-    given = turn.get("role", turn.get("from"))
-    role = ROLE_OF.get(given.strip().lower()) if isinstance(given, str) else None
+        found = f"{where} must be an object, got {_type_name(turn)}"
+        raise BadRow("bad_turn", f'{found}; write {{"role": …, "content": …}}')
+    name = turn.get("role", turn.get("from"))
+    role = ROLE_OF.get(name.strip().lower()) if isinstance(name, str) else None
     if role is None:
-        raise BadRow("bad_role", f"{where} has the unknown role {given!r}; use one of {', '.join(ROLE_OF)}")
+        raise BadRow("bad_role", f"{where} has the unknown role {name!r}; use one of {', '.join(ROLE_OF)}")
     content = turn.get("content", turn.get("value"))
     calls = turn.get("tool_calls") or turn.get("function_call")
     if role == "calls":
@@ -181,11 +171,10 @@ def _read_turn(turn: Any, where: str) -> list[Message]:
         return []
     message = Message(role=role, content=text)
     if role == "assistant":
-        thoughts = _read_text(
-            next((turn[k] for k in THOUGHT_KEYS if turn.get(k)), None), f"reasoning of {where}"
-        )
-        if thoughts.strip():
-            message["reasoning_content"] = thoughts
+        thoughts = next((turn[k] for k in THOUGHT_KEYS if turn.get(k)), None)
+        reasoning = _read_text(thoughts, f"reasoning of {where}")
+        if reasoning.strip():
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = _read_calls(calls, where)
     if role == "tool" and isinstance(turn.get("tool_call_id"), str):
@@ -206,57 +195,45 @@ def _read_text(value: Any, where: str, objects_too: bool = False) -> str:
     elif isinstance(value, dict | list) and objects_too:
         value = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, str):
-        raise BadRow(
-            "not_text", f"{where} must be text, got {_shown(value)}; write a string or parts of type text"
-        )
+        found = f"{where} must be text, got {_type_name(value)}"
+        raise BadRow("not_text", f"{found}; write a string or parts of type text")
     _check_unicode(value, where)
     return value
 
 
 def _read_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    value = _parsed(value, f"the tool call in {where}", "bad_tool_call")
-    calls = []
-    for call in value if isinstance(value, list) else [value]:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if (
-            not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-            or not function["name"]
-        ):
-            raise BadRow(
-                "bad_tool_call", f'a tool call in {where} has no name; write {{"name": …, "arguments": …}}'
-            )
-        name = function["name"]
-        arguments = _parsed(
-            function.get("arguments", function.get("parameters")) or {},
-            f"arguments of {name}",
-            "bad_tool_call",
-        )
-        if not isinstance(arguments, dict):
-            raise BadRow(
-                "bad_tool_call",
-                f"arguments of {name} in {where} must be an object, got {_shown(arguments)}; mend them",
-            )
-        _check_unicode(json.dumps([name, arguments], ensure_ascii=False), where)
-        read: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        if isinstance(call.get("id"), str):
-            read = {"id": call["id"], **read}
-        calls.append(read)
-    return calls
+    value = _parse_json(value, f"the tool call in {where}", "bad_tool_call")
+    return [_read_call(call, where) for call in (value if isinstance(value, list) else [value])]
+
+
+def _read_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
+        remedy = 'write {"name": …, "arguments": …}'
+        raise BadRow("bad_tool_call", f"a tool call in {where} has no name; {remedy}")
+    arguments = function.get("arguments", function.get("parameters")) or {}
+    arguments = _parse_json(arguments, f"arguments of {name}", "bad_tool_call")
+    if not isinstance(arguments, dict):
+        found = f"arguments of {name} in {where} must be an object, got {_type_name(arguments)}"
+        raise BadRow("bad_tool_call", f"{found}; mend them")
+    _check_unicode(json.dumps([name, arguments], ensure_ascii=False), where)
+    number = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    key = _first(row, ("tools", "functions"))
-    listed = _parsed(row[key], key, "bad_tools") if key and row[key] != "" else None
+    key = _first_key(row, ("tools", "functions"))
+    if not key or not row[key]:
+        return None
+    listed = _parse_json(row[key], key, "bad_tools")
     tools = []
     for tool in listed if isinstance(listed, list) else [listed] if listed else []:
         schema = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(schema, dict) or not isinstance(schema.get("name"), str):
-            raise BadRow(
-                "bad_tools",
-                f'{key} must be JSON schemas with names, got {_shown(tool)}; write {{"name": …, …}}',
-            )
-        _check_unicode(json.dumps(schema, ensure_ascii=False), str(key))
+            found = f"{key} must be JSON schemas with names, got {_type_name(tool)}"
+            raise BadRow("bad_tools", f'{found}; write {{"name": …, …}}')
+        _check_unicode(json.dumps(schema, ensure_ascii=False), key)
         tools.append({"type": "function", "function": schema})
     return tools or None
 
@@ -264,41 +241,40 @@ def _read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 def _read_pretokenized(row: Mapping[str, Any]) -> Pretokenized:
     ids, mask = row["input_ids"], row.get("loss_mask")
     if not isinstance(ids, list) or not isinstance(mask, list) or not ids or len(ids) != len(mask):
-        _refuse_tokens("input_ids and loss_mask must be lists of one length, at least 1")
+        raise _bad_tokens("input_ids and loss_mask must be lists of one length, at least 1")
     if not all(type(t) is int and t >= 0 for t in ids):
-        _refuse_tokens("input_ids must be token ids from 0")
+        raise _bad_tokens("input_ids must be token ids from 0")
     if not all(type(m) in (bool, int) and m in (0, 1) for m in mask):
-        _refuse_tokens("loss_mask must be 0 or 1, or false or true")
+        raise _bad_tokens("loss_mask must be 0 or 1, or false or true")
     return Pretokenized(ids, [bool(m) for m in mask])
 
 
-def _refuse_tokens(rule: str) -> NoReturn:
-    raise BadRow("bad_token_ids", f"{rule}, got something else; mend the row or give messages instead")
+def _bad_tokens(rule: str) -> BadRow:
+    return BadRow("bad_token_ids", f"{rule}, got something else; mend the row or give messages instead")
 
 
-def _parsed(value: Any, where: str, reason: str = "bad_json") -> Any:
+def _parse_json(value: Any, where: str, reason: str = "bad_json") -> Any:
+    """The value, or what it spells where it is a string."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as e:
-        raise BadRow(
-            reason, f"{where} is a string that is not JSON ({e}); write a list or correct the string"
-        ) from e
+        rule = f"{where} is a string that is not JSON ({e})"
+        raise BadRow(reason, f"{rule}; write a list or correct the string") from e
 
 
 def _check_unicode(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise BadRow(
-            "bad_unicode", f"{where} has half a surrogate pair at character {e.start + 1}; correct the escape"
-        ) from e
+        rule = f"{where} has half a surrogate pair at character {e.start + 1}"
+        raise BadRow("bad_unicode", f"{rule}; correct the escape") from e
 
 
-def _first(row: Mapping[str, Any], keys: tuple[str, ...]) -> str | None:
+def _first_key(row: Mapping[str, Any], keys: tuple[str, ...]) -> str | None:
     return next((k for k in keys if row.get(k) is not None), None)
 
 
-def _shown(value: Any) -> str:
-    return "null" if value is None else "an empty list" if value == [] else type(value).__name__
+def _type_name(value: Any) -> str:
+    return "null" if value is None else type(value).__name__

@@ -1,13 +1,14 @@
-"""The results of a conversation's tool calls, kept by call: what a tool answers when the target calls it anew.
+"""The results of a conversation's tool calls, by call: what a tool answers when the target calls it again.
 
-A call is found by its name and its arguments, whatever the order of keys, the kind of a number (2 and 2.0) or the white space at
-the ends of texts. Results follow their calls in the order of the calls, or by `tool_call_id` where the turns have one. One tool
-turn may hold the results of several parallel calls as a JSON list.
+Calls are equal if name and arguments are, whatever the order of keys, the type of a number (2 and 2.0) or white space at
+the ends of texts. Results belong to calls by `tool_call_id`, or in order. One tool turn may hold the results of several
+parallel calls as a JSON list.
 """
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from eagle3.data.conversations import Message
@@ -21,18 +22,20 @@ class Recorded:
         self.num_asked: dict[str, int] = {}
 
     @classmethod
-    def of(cls, messages: Sequence[Message]) -> "Recorded":
+    def from_messages(cls, messages: Sequence[Message]) -> "Recorded":
         """Collect the results in a conversation; calls without a result and results without a call are left out."""
         results: dict[str, list[str]] = {}
         for i, message in enumerate(messages):
-            if message.get("tool_calls"):
-                for call, content in _pairs(message["tool_calls"], _turns_behind(messages, i)):
-                    results.setdefault(key_of(call), []).append(content)
+            if "tool_calls" not in message:
+                continue
+            turns = list(takewhile(lambda m: m["role"] == "tool", messages[i + 1 :]))
+            for call, content in _pairs(message["tool_calls"], turns):
+                results.setdefault(key_of(call), []).append(content)
         return cls(results)
 
     @classmethod
     def from_json(cls, text: str) -> "Recorded":
-        """Read what `to_json` wrote; nothing has been asked for."""
+        """The inverse of `to_json`, but that nothing has been asked for."""
         return cls(json.loads(text))
 
     def to_json(self) -> str:
@@ -40,11 +43,7 @@ class Recorded:
         return json.dumps(self.results, ensure_ascii=False, sort_keys=True)
 
     def replay(self, call: Mapping[str, Any]) -> str | None:
-        """The next result of a call, the last one again when it is asked more often, None if it was never recorded.
-
-        Args:
-            call: of a message's tool_calls.
-        """
+        """The next result of a call, as in tool_calls; the last one again if asked more often, None if never recorded."""
         key = key_of(call)
         if key not in self.results:
             return None
@@ -71,25 +70,16 @@ def _normal(value: Any) -> Any:
     return value
 
 
-def _turns_behind(messages: Sequence[Message], index: int) -> list[Message]:
-    turns = []
-    for message in messages[index + 1 :]:
-        if message["role"] != "tool":
-            break
-        turns.append(message)
-    return turns
-
-
 def _pairs(
     calls: Sequence[Mapping[str, Any]], turns: Sequence[Message]
 ) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Calls with their results: by id first, what is left in order."""
+    """Calls with their results: by id first, the rest in order."""
     if len(turns) == 1 and len(calls) > 1:
-        listed = _listed(turns[0].get("content", ""))
-        if listed is not None and len(listed) == len(calls):
-            yield from zip(calls, listed, strict=True)
+        parts = _list_parts(turns[0].get("content", ""))
+        if parts is not None and len(parts) == len(calls):
+            yield from zip(calls, parts, strict=True)
             return
-    # An id that two calls share says nothing, and a turn with no call's id still answers one, as where ids were cut off.
+    # Ids that two calls share are ignored; a turn without a known id answers the next call, as where ids were removed.
     ids = [call.get("id") for call in calls]
     index_of = {number: i for i, number in enumerate(ids) if number and ids.count(number) == 1}
     matched = [index_of.pop(turn.get("tool_call_id"), None) for turn in turns]
@@ -100,7 +90,7 @@ def _pairs(
             yield calls[found], turn.get("content", "")
 
 
-def _listed(content: str) -> list[str] | None:
+def _list_parts(content: str) -> list[str] | None:
     """The parts of a JSON list, each as text."""
     try:
         value = json.loads(content)

@@ -1,10 +1,10 @@
-"""How a conversation goes on while the target answers it: what the user says next, and what the tools say to which call.
+"""What follows the target's answers in a conversation: the user's next turns, and the tools' results.
 
-A script holds everything but the assistant's words. Its messages up to the first answer are what the target is asked first; after
-an answer without tool calls the next turn follows, after one with calls the recorded results of these calls.
+A script holds everything but the assistant's words. Its messages up to the first answer are what the target is asked
+first. After an answer without tool calls the next turn follows, after one with calls their recorded results.
 
     user  assistant  user  assistant(calls)  tool  assistant        the source row
-    user             user                    tool                   its script: messages, one turn, one recorded result
+    user             user                    tool                   its script: messages, one turn, one result
 """
 
 import json
@@ -17,9 +17,9 @@ from eagle3.data.recorded import Recorded
 
 @dataclass(frozen=True)
 class Script:
-    """messages: up to the first answer. turns: what is said after each of the answers. tools: JSON schemas, as in Conversation.
+    """messages: up to the first answer. turns: messages after each later answer. tools: as in Conversation.
 
-    thinking: on, off, or None to leave it to the template. recorded: what tools said to which calls.
+    thinking: on, off, or None to leave it to the template. recorded: results of tool calls.
     """
 
     messages: list[Message]
@@ -29,19 +29,14 @@ class Script:
     recorded: Recorded
 
     @property
-    def goes_on(self) -> bool:
+    def has_more(self) -> bool:
         """Whether anything can follow the first answer."""
         return bool(self.turns or self.tools)
 
     def to_json(self) -> str:
-        """The script as it travels in a token shard."""
-        fields = {
-            "messages": self.messages,
-            "turns": self.turns,
-            "tools": self.tools,
-            "thinking": self.thinking,
-        }
-        return json.dumps(fields | {"recorded": self.recorded.to_json()}, ensure_ascii=False)
+        """The script as it is in a token shard."""
+        fields = vars(self) | {"recorded": self.recorded.to_json()}
+        return json.dumps(fields, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> "Script":
@@ -51,17 +46,17 @@ class Script:
 
 
 def script_of(conversation: Conversation, thinking: bool | None) -> Script:
-    """Take the assistant's words out of a conversation, those before the first user turn excepted: they are context."""
+    """Take the assistant's words out of a conversation, except those before the first user turn: they are context."""
     groups: list[list[Message]] = [[]]
     for message in conversation.messages:
-        said = any(m["role"] == "user" for m in groups[-1])
-        if message["role"] in ("assistant", "tool"):
-            if said:
-                groups.append([])
-            elif len(groups) == 1 and message["role"] == "assistant":
-                groups[0].append(message)
-        else:
+        has_user = any(m["role"] == "user" for m in groups[-1])
+        if message["role"] not in ("assistant", "tool"):
             groups[-1].append(message)
-    # What no user turn follows is never asked.
+        elif has_user:
+            groups.append([])
+        elif len(groups) == 1 and message["role"] == "assistant":
+            groups[0].append(message)
+    # A group without a user turn asks nothing.
     asked = [group for group in groups if any(m["role"] == "user" for m in group)]
-    return Script(asked[0], asked[1:], conversation.tools, thinking, Recorded.of(conversation.messages))
+    recorded = Recorded.from_messages(conversation.messages)
+    return Script(asked[0], asked[1:], conversation.tools, thinking, recorded)

@@ -7,89 +7,95 @@ from typing import Any
 from eagle3.data.encode import Outcome
 from eagle3.shards.tokens import TokenRow
 
-NUM_EXAMPLES = 3  # shown of each reason for which rows are dropped
-
-
+MAX_EXAMPLES = 3  # shown of each reason for which rows are dropped
 MAX_MESSAGE_CHARS = 300
 
 
 @dataclass
-class SourceTally:
-    """Counts over one source's rows, in source order up to the last one that was asked for."""
+class RowCounts:
+    """Counts over token rows. lengths: rows by bin, a bin's upper bound being a power of two of at least 32 tokens."""
 
-    read: int = 0
-    taken: int = 0
-    kept: int = 0
-    truncated: int = 0
+    rows: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)
+
+    def add(self, row: TokenRow) -> None:
+        """Count a row."""
+        num_tokens = len(row.token_ids)
+        self.rows += 1
+        self.tokens += num_tokens
+        self.supervised_tokens += sum(row.loss_mask)
+        self.lengths[max(32, 1 << (num_tokens - 1).bit_length())] += 1
+
+    def token_statistics(self) -> dict[str, Any]:
+        """JSON-ready: tokens, supervised_tokens, lengths [[tokens at most, rows], …] ascending."""
+        lengths = sorted([size, rows] for size, rows in self.lengths.items())
+        return {"tokens": self.tokens, "supervised_tokens": self.supervised_tokens, "lengths": lengths}
+
+
+@dataclass
+class SourceTally:
+    """Counts over one source's rows up to the last one that was asked for. kept: their token rows."""
+
+    num_read: int = 0
+    num_used: int = 0
+    num_cut: int = 0
+    with_tool_calls: int = 0
+    kept: RowCounts = field(default_factory=RowCounts)
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
-    with_tool_calls: int = 0
     formats: Counter[str] = field(default_factory=Counter)
-    lengths: Counter[int] = field(default_factory=Counter)
     turns: Counter[int] = field(default_factory=Counter)
 
     def drop(self, where: str, reason: str, message: str) -> None:
         """Count a source row that is not used."""
         self.dropped[reason] += 1
         examples = self.examples.setdefault(reason, [])
-        if len(examples) < NUM_EXAMPLES:
+        if len(examples) < MAX_EXAMPLES:
             examples.append({"row": where, "message": message[:MAX_MESSAGE_CHARS]})
 
-    def keep(self, outcome: Outcome) -> None:
-        """Count a source row that is used."""
-        self.taken += 1
-        self.truncated += outcome.is_cut
+    def use(self, outcome: Outcome) -> None:
+        """Count a source row that is used; its token rows are counted in `kept`, one by one."""
+        self.num_used += 1
+        self.num_cut += outcome.is_cut
         self.turns[outcome.turns] += 1
         self.formats[outcome.format] += 1
         self.with_tool_calls += outcome.has_tool_calls
 
-    def keep_row(self, row: TokenRow) -> None:
-        """Count one of its token rows."""
-        self.kept += 1
-        self.tokens += len(row.token_ids)
-        self.supervised_tokens += sum(row.loss_mask)
-        self.lengths[length_bin(len(row.token_ids))] += 1
-
     def first_example(self) -> str:
-        """The first dropped row of the commonest reason, as the end of an error message; empty where none was dropped."""
+        """The first row dropped for the commonest reason, as the end of an error message; "" if none was dropped."""
         if not self.dropped:
             return ""
         example = self.examples[self.dropped.most_common(1)[0][0]][0]
         return f". First: {example['row']}: {example['message']}"
 
-    def figures(self) -> dict[str, Any]:
-        """JSON-ready. conversations: source rows used. rows_kept: their token rows. turns: [[user turns, conversations], …].
+    def statistics(self) -> dict[str, Any]:
+        """JSON-ready; token_statistics and the counts below.
 
-        lengths: [[tokens at most, token rows], …], ascending. examples: {reason: [{row, message}, …]} of dropped rows.
+        conversations: source rows used. rows_kept: their token rows. truncated: source rows cut to the limits. turns:
+        [[user turns, conversations], …]. examples: {reason: [{row, message}, …]} of dropped rows.
         """
-        return {
-            "rows_read": self.read,
-            "conversations": self.taken,
-            "rows_kept": self.kept,
+        return self.kept.token_statistics() | {
+            "rows_read": self.num_read,
+            "conversations": self.num_used,
+            "rows_kept": self.kept.rows,
             "dropped": dict(self.dropped),
             "examples": self.examples,
-            "truncated": self.truncated,
-            "tokens": self.tokens,
-            "supervised_tokens": self.supervised_tokens,
+            "truncated": self.num_cut,
             "with_tool_calls": self.with_tool_calls,
             "formats": dict(self.formats),
-            "lengths": sorted([size, rows] for size, rows in self.lengths.items()),
             "turns": sorted([turns, rows] for turns, rows in self.turns.items()),
         }
 
 
-def total_figures(tallies: list[SourceTally]) -> dict[str, Any]:
+def total_statistics(tallies: list[SourceTally]) -> dict[str, Any]:
     """The sums over all sources: rows_read, rows_kept, dropped, truncated, tokens, supervised_tokens."""
-    names = ("rows_kept", "truncated", "tokens", "supervised_tokens")
-    figures = [tally.figures() for tally in tallies]
-    dropped = sum((tally.dropped for tally in tallies), Counter[str]())
-    return {"rows_read": sum(t.read for t in tallies), "dropped": dict(dropped)} | {
-        n: sum(f[n] for f in figures) for n in names
+    return {
+        "rows_read": sum(t.num_read for t in tallies),
+        "rows_kept": sum(t.kept.rows for t in tallies),
+        "dropped": dict(sum((t.dropped for t in tallies), Counter[str]())),
+        "truncated": sum(t.num_cut for t in tallies),
+        "tokens": sum(t.kept.tokens for t in tallies),
+        "supervised_tokens": sum(t.kept.supervised_tokens for t in tallies),
     }
-
-
-def length_bin(num_tokens: int) -> int:
-    """The upper bound of a row's bin in the length histogram: a power of two, at least 32 tokens."""
-    return max(32, 1 << (num_tokens - 1).bit_length())

@@ -17,8 +17,8 @@ from itertools import pairwise
 
 from eagle3.data.chat import encode_rows, prompt_row
 from eagle3.data.conversations import BadRow, Conversation, Message
-from eagle3.data.template import Piece
 from eagle3.data.script import Script
+from eagle3.data.template import Piece
 from eagle3.files import digest_of
 from eagle3.regenerate.answers import Answer
 from eagle3.regenerate.parsers import AnswerReader

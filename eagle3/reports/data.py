@@ -51,7 +51,7 @@ def render_report(report: dict[str, Any]) -> str:
     """
     rows = rows_by_source(report)
     # Shards that existed before the run have rows, but nothing is known of what they were made of.
-    unknown = SourceTally().figures()
+    unknown = SourceTally().statistics()
     sources: dict[str, dict[str, Any]] = {name: report["sources"].get(name, unknown) for name in rows}
     every = sources | ({"held out": report["heldout"]} if report["heldout"] else {})
     lines = [_source_line(name, figures, rows.get(name) or figures) for name, figures in every.items()]

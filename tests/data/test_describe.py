@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle3.data.describe import (
     Description,
-    coverage_figures,
     describe_rows,
+    measure_coverage,
     read_description,
     write_description,
 )
@@ -45,21 +45,24 @@ def described(rows: list[TokenRow], num_samples: int = 8) -> Description:
 
 @settings(max_examples=60, deadline=None)
 @given(ROWS)
-def test_figures_and_counts_equal_slow_loops(drawn: Any) -> None:
+def test_statistics_and_counts_equal_slow_loops(drawn: Any) -> None:
     rows = rows_of(drawn)
     description = described(rows)
     names = list(dict.fromkeys(row.source for row in rows))
-    assert list(description.figures) == names
+    assert list(description.statistics) == names
     assert description.counts.shape == (len(names), V)
     for name, counts in zip(names, description.counts.tolist(), strict=True):
         mine = [row for row in rows if row.source == name]
         supervised = [t for row in mine for t, m in zip(row.token_ids, row.loss_mask, strict=True) if m]
         assert {t: n for t, n in enumerate(counts) if n} == dict(Counter(supervised))
-        figures = description.figures[name]
-        assert (figures["rows"], figures["tokens"]) == (len(mine), sum(len(row.token_ids) for row in mine))
-        assert figures["supervised_tokens"] == len(supervised)
+        statistics = description.statistics[name]
+        assert (statistics["rows"], statistics["tokens"]) == (
+            len(mine),
+            sum(len(row.token_ids) for row in mine),
+        )
+        assert statistics["supervised_tokens"] == len(supervised)
         short = sum(len(row.token_ids) <= 32 for row in mine)
-        assert dict(figures["lengths"]) == {
+        assert dict(statistics["lengths"]) == {
             size: n for size, n in ((32, short), (64, len(mine) - short)) if n
         }
 
@@ -72,7 +75,7 @@ def test_coverage_by_source_equals_a_slow_loop(drawn: Any, size: int) -> None:
     if not description.total.any():
         return
     vocab = build_vocab(description.total, size, END)
-    coverage = coverage_figures(description, vocab.t2d)
+    coverage = measure_coverage(description, vocab.t2d)
     kept = set(vocab.target_ids.tolist())
     assert (coverage["size"], coverage["coverage"]) == (size, vocab.coverage)
     for name, (inside, supervised) in coverage["by_source"].items():
@@ -121,6 +124,6 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, num_rows: int) -> None:
     )
     write_description(tmp_path, written)
     read = read_description(tmp_path)
-    for name in ("figures", "samples", "end_of_turn_ids"):
+    for name in ("statistics", "samples", "end_of_turn_ids"):
         assert getattr(read, name) == getattr(written, name)
     assert torch.equal(read.counts, written.counts)

@@ -11,9 +11,10 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.config.data import DataConfig, SourceConfig
-from eagle3.data import encode
-from eagle3.data.encode import EncoderPool, Outcome, RowEncoder, Task, opening_key, tokens_key
+from eagle3.data import encode, pool
+from eagle3.data.encode import Outcome, RowEncoder, Task, opening_key, tokens_key
 from eagle3.data.files import Record
+from eagle3.data.pool import EncoderPool
 from eagle3.data.prepare import prepare_shards
 
 WHOLE = Task("s", "", None, keep="answers")
@@ -39,8 +40,8 @@ def test_shards_are_the_same_for_any_number_of_workers(
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "heldout.jsonl").write_text('{"prompt": "p3p3p3p3"}\n')
     train, heldout = (SourceConfig(path=str(tmp_path / name)) for name in ("train.jsonl", "heldout.jsonl"))
-    monkeypatch.setattr(encode, "INLINE_ROWS", 0)
-    monkeypatch.setattr(encode, "BATCH_ROWS", 7)
+    monkeypatch.setattr(pool, "MAX_INLINE_ROWS", 0)
+    monkeypatch.setattr(encode, "MAX_BATCH_ROWS", 7)
     results = []
     for workers in (1, 2, 3):
         cfg = DataConfig(sources=[train], workers=workers, rows_per_shard=10, max_prompt_tokens=30)
@@ -55,14 +56,13 @@ def test_shards_are_the_same_for_any_number_of_workers(
 def test_a_worker_that_is_killed_is_an_error_that_says_so(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode, "INLINE_ROWS", 0)
-    monkeypatch.setattr(encode, "BATCH_ROWS", 1)
+    monkeypatch.setattr(pool, "MAX_INLINE_ROWS", 0)
+    monkeypatch.setattr(encode, "MAX_BATCH_ROWS", 1)
     records = [Record("f", {"prompt": f"p{i}"}) for i in range(50)]
-    with EncoderPool(RowEncoder(tokenizer, DataConfig(workers=2))) as pool:
-        outcomes = pool.encode(records, PROMPT)
+    with EncoderPool(RowEncoder(tokenizer, DataConfig(workers=2))) as processes:
+        outcomes = processes.encode(records, PROMPT)
         next(outcomes)
-        assert pool.processes
-        os.kill(next(iter(pool.processes._processes)), signal.SIGKILL)
+        os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
         with pytest.raises(RuntimeError, match=r"ended from outside.*lower data\.workers"):
             list(outcomes)
 

@@ -123,7 +123,7 @@ def test_digests_do_not_depend_on_where_the_files_lie(tmp_path: Path, tokenizer_
 def test_batches_do_not_show(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"prompt": f"p{i}", "response": "r" * (i + 1)} for i in range(7)]
     whole = all_rows(place.prepare(rows, regenerate=False))
-    monkeypatch.setattr("eagle3.data.encode.BATCH_ROWS", 3)
+    monkeypatch.setattr("eagle3.data.encode.MAX_BATCH_ROWS", 3)
     assert all_rows(place.prepare(rows, regenerate=False)) == whole
 
 

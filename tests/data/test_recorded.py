@@ -33,49 +33,49 @@ ROME, OSLO = call("weather", city="Rome"), call("weather", city="Oslo")
 
 
 def test_parallel_results_follow_the_order_of_their_calls() -> None:
-    recorded = Recorded.of([ASKED, calling(ROME, OSLO), result("sun"), result("snow")])
+    recorded = Recorded.from_messages([ASKED, calling(ROME, OSLO), result("sun"), result("snow")])
     assert [recorded.replay(c) for c in (OSLO, ROME)] == ["snow", "sun"]
 
 
 def test_ids_outweigh_the_order() -> None:
     rome, oslo = call("weather", "a", city="Rome"), call("weather", "b", city="Oslo")
-    recorded = Recorded.of([ASKED, calling(rome, oslo), result("snow", "b"), result("sun", "a")])
+    recorded = Recorded.from_messages([ASKED, calling(rome, oslo), result("snow", "b"), result("sun", "a")])
     assert [recorded.replay(c) for c in (ROME, OSLO)] == ["sun", "snow"]
 
 
 def test_a_result_without_a_known_id_goes_to_the_first_call_that_has_none() -> None:
     rome, oslo = call("weather", "a", city="Rome"), call("weather", "b", city="Oslo")
-    recorded = Recorded.of([ASKED, calling(rome, oslo), result("snow", "x"), result("sun", "a")])
+    recorded = Recorded.from_messages([ASKED, calling(rome, oslo), result("snow", "x"), result("sun", "a")])
     assert [recorded.replay(c) for c in (ROME, OSLO)] == ["sun", "snow"]
 
 
 def test_an_id_that_two_calls_share_says_nothing() -> None:
     rome, oslo = call("weather", "a", city="Rome"), call("weather", "a", city="Oslo")
-    recorded = Recorded.of([ASKED, calling(rome, oslo), result("sun", "a"), result("snow", "a")])
+    recorded = Recorded.from_messages([ASKED, calling(rome, oslo), result("sun", "a"), result("snow", "a")])
     assert [recorded.replay(c) for c in (ROME, OSLO)] == ["sun", "snow"]
 
 
 def test_one_turn_may_hold_the_results_of_all_parallel_calls() -> None:
     listed = json.dumps([{"name": "weather", "results": {"t": 30}}, "snow"])
-    recorded = Recorded.of([ASKED, calling(ROME, OSLO), result(listed)])
+    recorded = Recorded.from_messages([ASKED, calling(ROME, OSLO), result(listed)])
     assert recorded.replay(ROME) == '{"name": "weather", "results": {"t": 30}}'
     assert recorded.replay(OSLO) == "snow"
 
 
 @pytest.mark.parametrize("content", ["[1, 2, 3]", '{"a": 1}', "[1, 2", "sun", "[" * 100_000])
 def test_one_turn_that_is_no_list_of_all_results_belongs_to_the_first_call(content: str) -> None:
-    recorded = Recorded.of([ASKED, calling(ROME, OSLO), result(content)])
+    recorded = Recorded.from_messages([ASKED, calling(ROME, OSLO), result(content)])
     assert recorded.replay(ROME) == content
     assert recorded.replay(OSLO) is None
 
 
 def test_a_list_that_answers_one_call_stays_whole() -> None:
-    assert Recorded.of([ASKED, calling(ROME), result('["sun"]')]).replay(ROME) == '["sun"]'
+    assert Recorded.from_messages([ASKED, calling(ROME), result('["sun"]')]).replay(ROME) == '["sun"]'
 
 
 def test_the_same_call_gets_its_results_in_order_and_then_the_last_again() -> None:
     turns = [ASKED, calling(ROME), result("sun"), ASKED, calling(ROME, ROME), result("rain"), result("snow")]
-    recorded = Recorded.of(turns)
+    recorded = Recorded.from_messages(turns)
     assert [recorded.replay(ROME) for _ in range(5)] == ["sun", "rain", "snow", "snow", "snow"]
 
 
@@ -88,7 +88,7 @@ def test_a_call_that_was_never_recorded_has_no_result() -> None:
         ASKED,
         result("behind a user's turn"),
     ]
-    recorded = Recorded.of(turns)
+    recorded = Recorded.from_messages(turns)
     assert recorded.results == {key_of(ROME): ["sun"]}
     for other in (OSLO, call("climate", city="Rome"), call("weather"), call("weather", city="Rome", days=1)):
         assert recorded.replay(other) is None
@@ -146,7 +146,7 @@ def test_what_was_recorded_survives_json_and_every_call_finds_its_results(
     turns = [
         turn for name, arguments, said in calls for turn in (calling(call(name, **arguments)), result(said))
     ]
-    recorded = Recorded.of([ASKED, *turns])
+    recorded = Recorded.from_messages([ASKED, *turns])
     again = Recorded.from_json(recorded.to_json())
     assert again.results == recorded.results
     assert again.to_json() == recorded.to_json()

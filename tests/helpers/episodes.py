@@ -75,7 +75,7 @@ def start(
     script = script_of(conversation, thinking)
     pieces = prompt_row(reader.tokenizer, Conversation(script.messages, conversation.tools), thinking)
     ids = encode_rows(reader.tokenizer, [pieces])[0].token_ids
-    text = script.to_json() if script.goes_on else ""
+    text = script.to_json() if script.has_more else ""
     row = TokenRow("opening:content", "chats", ids, [False] * len(ids), text)
     return Episode(row, limits, reader, end_ids)
 

@@ -73,7 +73,7 @@ def test_rows_hold_each_answer_once_after_its_prompt_and_the_counts_add_up(
         assume(False)
     ids = encode_rows(tokenizer, [pieces])[0].token_ids
     limits = Limits(data.draw(st.sampled_from([300, 2000])), 30, data.draw(st.integers(1, 3)))
-    row = TokenRow("o:c", "s", ids, [False] * len(ids), script.to_json() if script.goes_on else "")
+    row = TokenRow("o:c", "s", ids, [False] * len(ids), script.to_json() if script.has_more else "")
     episode = Episode(row, limits, quick_reader(name), ends)
     trained: list[tuple[list[int], list[int]]] = []
     while episode.prompt is not None:

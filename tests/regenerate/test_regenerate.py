@@ -60,7 +60,7 @@ def shard_rows() -> list[TokenRow]:
         script = script_of(conversation, None)
         ids = encode_rows(tokenizer, [prompt_row(tokenizer, Conversation(script.messages))])[0].token_ids
         rows.append(
-            TokenRow(f"o{i}:c", "chats", ids, [False] * len(ids), script.to_json() if script.goes_on else "")
+            TokenRow(f"o{i}:c", "chats", ids, [False] * len(ids), script.to_json() if script.has_more else "")
         )
     return [*rows[:2], DONE, *rows[2:]]
 
@@ -256,4 +256,4 @@ def test_the_first_prompt_alone_is_asked_of_a_conversation_whose_later_turns_are
     assert script.turns == [[MULTI[2]]]
     greeted = script_of(Conversation([assistant("Welcome."), *MULTI]), None)
     assert greeted.messages == [assistant("Welcome."), MULTI[0]]
-    assert not script_of(Conversation(MULTI[:2]), None).goes_on
+    assert not script_of(Conversation(MULTI[:2]), None).has_more

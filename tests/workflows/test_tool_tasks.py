@@ -42,7 +42,7 @@ def test_recorded_results_are_found_by_the_rows_own_calls(row: dict[str, Any]) -
     messages = conversation_of(row).messages
     calls = [call for m in messages for call in m.get("tool_calls", [])]
     results = [m["content"] for m in messages if m["role"] == "tool"]
-    recorded = Recorded.from_json(Recorded.of(messages).to_json())
+    recorded = Recorded.from_json(Recorded.from_messages(messages).to_json())
     assert calls
     assert [recorded.replay(call) for call in calls] == results
     assert messages[-1]["role"] == "assistant"

@@ -133,13 +133,13 @@ def show_data(
     run_name: str, data: PreparedData, described: FlyteDirectory | None, vocab: VocabConfig, init_from: str
 ) -> PreparedData:
     """Write data.html and data.json: into runs/<run_name> here, into an output directory with a Deck in a pod."""
-    from eagle3.data.describe import coverage_figures, read_description
+    from eagle3.data.describe import measure_coverage, read_description
     from eagle3.vocab import most_frequent
 
     report = json.loads(Path(data.report.download()).read_text())
     if described:
         description = read_description(described.download())
-        report["vocab"] = coverage_figures(
+        report["vocab"] = measure_coverage(
             description, most_frequent(description.total, vocab.size, description.end_of_turn_ids)
         )
     if init_from:

@@ -145,16 +145,16 @@ def _data_report(
     prepared: PreparedData, rows: TokenShards, described: FlyteDirectory, draft_vocab: DraftVocab
 ) -> dict[str, Any]:
     """What prepare tells of the sources, with the rows that came of them, the vocabulary's coverage, the answers' accounts."""
-    from eagle3.data.describe import coverage_figures, read_description
+    from eagle3.data.describe import measure_coverage, read_description
     from eagle3.reports.data import answer_figures
     from eagle3.vocab import load_vocab
 
     report: dict[str, Any] = json.loads(Path(prepared.report.download()).read_text())
     description = read_description(described.download())
     return report | {
-        "rows": description.figures,
+        "rows": description.statistics,
         "samples": description.samples,
-        "vocab": coverage_figures(description, load_vocab(draft_vocab.file.download()).t2d),
+        "vocab": measure_coverage(description, load_vocab(draft_vocab.file.download()).t2d),
         "answers": answer_figures(rows.accounts),
     }
 

@@ -1,0 +1,87 @@
+"""Processes that encode the rows of long sources.
+
+Outcomes come back in the order of the rows, so results do not depend on the number of processes. Each process costs seconds of
+imports, so they start only for a source of more than MAX_INLINE_ROWS rows; a fork server does the imports once for all.
+"""
+
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
+from types import TracebackType
+
+from eagle3.data.encode import Outcome, RowEncoder, Task, in_batches
+from eagle3.data.files import Record
+from eagle3.errors import WorkerDied
+
+MAX_INLINE_ROWS = 4096  # that this process encodes before it starts others
+MAX_WORKERS = 8
+
+
+class EncoderPool:
+    """A RowEncoder that encodes long sources in processes. Use as a context manager: leaving it ends them."""
+
+    def __init__(self, encoder: RowEncoder) -> None:
+        self.encoder = encoder
+        self.workers = encoder.cfg.workers or min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+        self.inline_rows = MAX_INLINE_ROWS
+        self.processes: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> "EncoderPool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.processes:
+            self.processes.shutdown(cancel_futures=True)
+
+    def encode(self, records: Iterable[Record], task: Task) -> Iterator[Outcome]:
+        """One outcome a record, in order; processes work some batches ahead."""
+        batches = in_batches(records)
+        for batch in batches:
+            if self.workers > 1 and self.inline_rows <= 0:
+                yield from self._encode_in_processes(chain([batch], batches), task)
+                return
+            self.inline_rows -= len(batch)
+            yield from self.encoder.encode(batch, task)
+
+    def _encode_in_processes(self, batches: Iterator[list[Record]], task: Task) -> Iterator[Outcome]:
+        processes = self.processes = self.processes or self._start()
+        running: deque[Future[list[Outcome]]] = deque()
+        try:
+            for batch in islice(batches, 2 * self.workers):
+                running.append(processes.submit(_encode, batch, task))
+            while running:
+                outcomes = running.popleft().result()
+                running.extend(processes.submit(_encode, batch, task) for batch in islice(batches, 1))
+                yield from outcomes
+        except BrokenProcessPool as e:
+            raise WorkerDied(
+                "a process that tokenizes rows was ended from outside, most likely for want of memory; lower data.workers"
+            ) from e
+        finally:
+            for future in running:
+                future.cancel()
+
+    def _start(self) -> ProcessPoolExecutor:
+        context = multiprocessing.get_context("forkserver")
+        # Imports that every worker needs, done once. Pickling a tokenizer takes half the imports of loading one.
+        context.set_forkserver_preload([type(self.encoder.tokenizer).__module__, __name__])
+        return ProcessPoolExecutor(self.workers, context, initializer=_start_worker, initargs=(self.encoder,))
+
+
+_worker: RowEncoder
+
+
+def _start_worker(encoder: RowEncoder) -> None:
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _worker = encoder
+
+
+def _encode(records: list[Record], task: Task) -> list[Outcome]:
+    return _worker.encode(records, task)
