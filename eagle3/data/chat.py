@@ -1,8 +1,9 @@
 """Conversations to token ids and loss masks, by the tokenizer's own chat template.
 
-A row is a list of pieces (eagle3/data/template.py). Each is tokenized on its own and begins where a generation prompt ends, so
-that the tokens before an answer are exactly those that serving feeds. Tokenizing the whole text could merge the last characters
-of the generation prompt with the first of the answer. Pieces of ChatML:
+A row is a list of pieces (eagle3/data/template.py). Each is tokenized on its own and begins where a
+generation prompt ends, so that the tokens before an answer are exactly those that serving feeds. Tokenizing
+the whole text could merge the last characters of the generation prompt with the first of the answer. Pieces
+of ChatML:
 
     <s>user⏎Hi</s>⏎<s>assistant⏎ | Hello!</s>⏎<s>user⏎Bye</s>⏎<s>assistant⏎ | See you!</s>
                                    ^^^^^^^^^^ supervised                       ^^^^^^^^^^^^
@@ -37,7 +38,8 @@ def load_chat_tokenizer(tokenizer_dir: str | Path) -> "PreTrainedTokenizerBase":
     """Load a target's tokenizer from its directory, without the network.
 
     Raises:
-        ValueError: if there is none, it has no chat template, or texts cannot be tokenized piece by piece; names the directory.
+        ValueError: if there is none, it has no chat template, or texts cannot be tokenized piece by piece;
+            names the directory.
     """
     from transformers import AutoTokenizer
 
@@ -69,12 +71,14 @@ def conversation_rows(
 
     Args:
         tokenizer: fast, with a chat template.
-        conversation: its last answer ends the last row; an assistant turn before the first user turn is context only.
+        conversation: its last answer ends the last row; an assistant turn before the first user turn is
+            context only.
         thinking: on or off, passed to the template; None leaves it to the template. Off leaves thoughts out.
 
     Returns:
-        one row, or several where the template changes earlier turns as the conversation grows, as thinking templates do that
-        drop earlier thoughts. Every answer is supervised in exactly one row. No row without an answer.
+        one row, or several where the template changes earlier turns as the conversation grows, as thinking
+        templates do that drop earlier thoughts. Every answer is supervised in exactly one row. No row without
+        an answer.
 
     Raises:
         BadRow: control_token, template_refuses, answer_not_cut, tool_calls_not_rendered or too_deep.
@@ -106,11 +110,13 @@ def encode_rows(
     Args:
         tokenizer: the one that rendered the rows.
         rows: pieces as `conversation_rows` and `prompt_row` return them.
-        max_tokens: longer rows are cut after the last answer that fits, or inside the first answer if none fits.
+        max_tokens: longer rows are cut after the last answer that fits, or inside the first answer if none
+            fits.
 
     Returns:
-        one for each row, in order. reason: empty_mask where a row with answers has no two supervised neighbours (the first token
-        of an answer is never drafted), merged_pieces where the tokenizer merges a piece with the text around it.
+        one for each row, in order. reason: empty_mask where a row with answers has no two supervised
+        neighbours (the first token of an answer is never drafted), merged_pieces where the tokenizer merges a
+        piece with the text around it.
     """
     anchor = _anchor(tokenizer) or ""
     # Serving tokenizes a row from its begin; the later pieces must not be tokenized as the begin of a text.
@@ -146,7 +152,8 @@ def _piece_tokens(
         anchor: the text that was tokenized before the piece, or "".
 
     Returns:
-        token ids, how many of the first are the model's, and whether the tokenizer kept the piece apart from the text around it.
+        token ids, how many of the first are the model's, and whether the tokenizer kept the piece apart from
+        the text around it.
     """
     ids = encoded["input_ids"][index]
     num_answer, is_apart = len(ids), True

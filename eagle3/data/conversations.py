@@ -6,8 +6,8 @@
     prompt_response   one of PROMPT_KEYS and one of RESPONSE_KEYS; `input` follows an instruction
     prompt_only       one of PROMPT_KEYS
 
-All but the first may have system, and tools or functions. Lists may be JSON in a string, as in many hub files. Other keys
-(id, source, …) are ignored.
+All but the first may have system, and tools or functions. Lists may be JSON in a string, as in many hub
+files. Other keys (id, source, …) are ignored.
 """
 
 import json
@@ -79,8 +79,8 @@ def to_conversation(row: Mapping[str, Any]) -> Conversation | Pretokenized:
     """Read the conversation in a row.
 
     Raises:
-        BadRow: no_conversation, no_user, bad_turn, bad_role, bad_json, bad_tool_call, bad_tools, bad_token_ids,
-            not_text, empty_text, bad_unicode or too_deep.
+        BadRow: no_conversation, no_user, bad_turn, bad_role, bad_json, bad_tool_call, bad_tools,
+            bad_token_ids, not_text, empty_text, bad_unicode or too_deep.
     """
     if row.get("input_ids") is not None:
         return _read_pretokenized(row)

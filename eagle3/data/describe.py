@@ -46,9 +46,9 @@ class _Source:
 class Description:
     """The rows of a run.
 
-    statistics: {source: {rows, tokens, supervised_tokens, lengths [[tokens at most, rows], …]}}. samples: [{sample_id,
-    source, tokens, spans [[text, supervised], …]}]. end_of_turn_ids: in every draft vocabulary. counts: [S, V] int64
-    supervised occurrences, a line a source in the order of `statistics`.
+    statistics: {source: {rows, tokens, supervised_tokens, lengths [[tokens at most, rows], …]}}. samples:
+    [{sample_id, source, tokens, spans [[text, supervised], …]}]. end_of_turn_ids: in every draft vocabulary.
+    counts: [S, V] int64 supervised occurrences, a line a source in the order of `statistics`.
     """
 
     statistics: dict[str, dict[str, Any]]
@@ -110,8 +110,8 @@ def measure_coverage(description: Description, t2d: Tensor) -> dict[str, Any]:
         t2d: [V] bool, True for the target tokens of the draft vocabulary.
 
     Returns:
-        JSON-ready: size K, coverage (share of supervised tokens inside), by_source {name: [inside, supervised]},
-        by_size [[K, coverage], …] for the most frequent K tokens, K a power of two or V.
+        JSON-ready: size K, coverage (share of supervised tokens inside), by_source {name: [inside,
+        supervised]}, by_size [[K, coverage], …] for the most frequent K tokens, K a power of two or V.
     """
     inside = description.counts[:, t2d].sum(1).tolist()
     supervised = description.counts.sum(1).tolist()

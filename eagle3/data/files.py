@@ -1,7 +1,8 @@
 """Rows of files: JSONL, JSON lists and Parquet, plain or compressed, here or at any URL that fsspec knows, in bounded memory.
 
-What is wrong with one row becomes a Record without a row, which the caller counts; what is wrong with a whole file is an error
-that names it. A file none of whose first MAX_FAULTS rows can be read is taken for one of another format: an error too.
+What is wrong with one row becomes a Record without a row, which the caller counts; what is wrong with a whole
+file is an error that names it. A file none of whose first MAX_FAULTS rows can be read is taken for one of
+another format: an error too.
 """
 
 import io
@@ -31,8 +32,8 @@ PARQUET_ROWS = 256
 class Record:
     """One row of a source, or what is wrong with it.
 
-    where: file and line or row from 1, free of directories. row: None where it cannot be read, for `reason` (a code to count
-    by) and with `message` (for people). size: its bytes, 0 where unknown.
+    where: file and line or row from 1, free of directories. row: None where it cannot be read, for `reason`
+    (a code to count by) and with `message` (for people). size: its bytes, 0 where unknown.
     """
 
     where: str
@@ -62,7 +63,8 @@ def read_file(path: str, name: str) -> Iterator[Record]:
         name: what records call the file.
 
     Raises:
-        ValueError: if it cannot be opened, is cut off, has no row or none that can be read; names `path` and the remedy.
+        ValueError: if it cannot be opened, is cut off, has no row or none that can be read; names `path` and
+            the remedy.
     """
     kind = file_format(path) or "jsonl"
     first_fault, num_faults, is_sound = "", 0, False

@@ -1,7 +1,8 @@
 """Processes that encode the rows of long sources.
 
-Outcomes come back in the order of the rows, so results do not depend on the number of processes. Each process costs seconds of
-imports, so they start only for a source of more than MAX_INLINE_ROWS rows; a fork server does the imports once for all.
+Outcomes come back in the order of the rows, so results do not depend on the number of processes. Each process
+costs seconds of imports, so they start only for a source of more than MAX_INLINE_ROWS rows; a fork server
+does the imports once for all.
 """
 
 import multiprocessing
@@ -69,7 +70,8 @@ class EncoderPool:
 
     def _start(self) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("forkserver")
-        # Imports that every worker needs, done once. Pickling a tokenizer takes half the imports of loading one.
+        # Imports that every worker needs, done once. Pickling a tokenizer takes half the imports of loading
+        # one.
         context.set_forkserver_preload([type(self.encoder.tokenizer).__module__, __name__])
         return ProcessPoolExecutor(self.workers, context, initializer=_start_worker, initargs=(self.encoder,))
 

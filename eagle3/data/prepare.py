@@ -1,12 +1,13 @@
 """The prepare stage: source rows to token shards, published all together or not at all.
 
-Every source is read once, encoded in batches (eagle3/data/encode.py) and written to a staging directory; the shards move
-to the output directory when all counts are right. Memory holds one shard. Rows that cannot be used are dropped, counted
-by reason and shown in the report; a source that cannot be read, or loses too many rows, is an error.
+Every source is read once, encoded in batches (eagle3/data/encode.py) and written to a staging directory; the
+shards move to the output directory when all counts are right. Memory holds one shard. Rows that cannot be
+used are dropped, counted by reason and shown in the report; a source that cannot be read, or loses too many
+rows, is an error.
 
-Without weights the sources follow one another, and each fills shards of its own: rows appended to one leave the shards of
-the others as they are. With weights a random source is drawn for each row, by the seed; the mix ends when the source drawn
-has no row left, so that the shares hold.
+Without weights the sources follow one another, and each fills shards of its own: rows appended to one leave
+the shards of the others as they are. With weights a random source is drawn for each row, by the seed; the mix
+ends when the source drawn has no row left, so that the shares hold.
 """
 
 import logging
@@ -50,8 +51,8 @@ class PreparedFile:
 class PreparedFiles:
     """Training shards in order, those of tool tasks, the held-out prompts, and the report (JSON-ready, no directories).
 
-    report: total_statistics over all sources; sources {name: SourceTally.statistics}, heldout the same; prompts {train,
-    heldout} rows; samples [{sample_id, source, tokens, spans [[text, supervised], …]}].
+    report: total_statistics over all sources; sources {name: SourceTally.statistics}, heldout the same;
+    prompts {train, heldout} rows; samples [{sample_id, source, tokens, spans [[text, supervised], …]}].
     """
 
     shards: list[PreparedFile]
@@ -69,12 +70,14 @@ def prepare_shards(
         heldout: prompts for evaluation; only what the target is to answer is kept of each row.
         tokenizer_dir: the target's directory, with its chat template.
         cfg: data settings with the training sources; with pinned revisions the result is reproducible.
-        regenerate: rows hold what the target is asked first, with an all-False mask, and a script of the rest, unless
-            their source says no; those that offer tools are the tool tasks. Otherwise rows are whole conversations.
+        regenerate: rows hold what the target is asked first, with an all-False mask, and a script of the
+            rest, unless their source says no; those that offer tools are the tool tasks. Otherwise rows are
+            whole conversations.
         out_dir: gets shard-00000.parquet …, tool-tasks-00000.parquet … and heldout.parquet, all or none.
 
     Raises:
-        ValueError: on a source that cannot be read, too many dropped rows, too few shards, or no held-out prompt left.
+        ValueError: on a source that cannot be read, too many dropped rows, too few shards, or no held-out
+            prompt left.
     """
     tokenizer = load_chat_tokenizer(tokenizer_dir)
     names = check_sources(cfg.sources)

@@ -1,6 +1,7 @@
 """Well-known data sets: where each lies on the hub, and how its rows become rows of a format that is recognised.
 
-A mapping sees one row as `datasets` yields it; what is missing from the row raises KeyError, which the caller counts.
+A mapping sees one row as `datasets` yields it; what is missing from the row raises KeyError, which the caller
+counts.
 """
 
 import ast

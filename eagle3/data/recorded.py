@@ -1,8 +1,8 @@
 """The results of a conversation's tool calls, by call: what a tool answers when the target calls it again.
 
-Calls are equal if name and arguments are, whatever the order of keys, the type of a number (2 and 2.0) or white space at
-the ends of texts. Results belong to calls by `tool_call_id`, or in order. One tool turn may hold the results of several
-parallel calls as a JSON list.
+Calls are equal if name and arguments are, whatever the order of keys, the type of a number (2 and 2.0) or
+white space at the ends of texts. Results belong to calls by `tool_call_id`, or in order. One tool turn may
+hold the results of several parallel calls as a JSON list.
 """
 
 import json
@@ -79,7 +79,8 @@ def _pairs(
         if parts is not None and len(parts) == len(calls):
             yield from zip(calls, parts, strict=True)
             return
-    # Ids that two calls share are ignored; a turn without a known id answers the next call, as where ids were removed.
+    # Ids that two calls share are ignored; a turn without a known id answers the next call, as where ids were
+    # removed.
     ids = [call.get("id") for call in calls]
     index_of = {number: i for i, number in enumerate(ids) if number and ids.count(number) == 1}
     matched = [index_of.pop(turn.get("tool_call_id"), None) for turn in turns]

@@ -1,7 +1,8 @@
 """What follows the target's answers in a conversation: the user's next turns, and the tools' results.
 
-A script holds everything but the assistant's words. Its messages up to the first answer are what the target is asked
-first. After an answer without tool calls the next turn follows, after one with calls their recorded results.
+A script holds everything but the assistant's words. Its messages up to the first answer are what the target
+is asked first. After an answer without tool calls the next turn follows, after one with calls their recorded
+results.
 
     user  assistant  user  assistant(calls)  tool  assistant        the source row
     user             user                    tool                   its script: messages, one turn, one result

@@ -1,7 +1,8 @@
 """Sources of rows: what a SourceConfig names, which version of it is meant, and its rows in order.
 
-A place is a hub data set `name[:subset]:split`, streamed through `datasets`, or a file or directory, here or at a URL. Of a
-directory all JSONL, JSON and Parquet files are read, sorted by path; files that begin with a dot or an underscore are not.
+A place is a hub data set `name[:subset]:split`, streamed through `datasets`, or a file or directory, here or
+at a URL. Of a directory all JSONL, JSON and Parquet files are read, sorted by path; files that begin with a
+dot or an underscore are not.
 """
 
 import logging
@@ -76,7 +77,8 @@ def resolve_source(source: SourceConfig) -> tuple[str, str]:
 
     Returns:
         place: hub data set, path or URL.
-        version: the hub commit, or a digest over the content of all files, their names in a directory included.
+        version: the hub commit, or a digest over the content of all files, their names in a directory
+            included.
 
     Raises:
         ValueError: if there is no such source; names it and the remedy.

@@ -73,8 +73,9 @@ class SourceTally:
     def statistics(self) -> dict[str, Any]:
         """JSON-ready; token_statistics and the counts below.
 
-        conversations: source rows used. rows_kept: their token rows. truncated: source rows cut to the limits. turns:
-        [[user turns, conversations], …]. examples: {reason: [{row, message}, …]} of dropped rows.
+        conversations: source rows used. rows_kept: their token rows. truncated: source rows cut to the
+        limits. turns: [[user turns, conversations], …]. examples: {reason: [{row, message}, …]} of dropped
+        rows.
         """
         return self.kept.token_statistics() | {
             "rows_read": self.num_read,

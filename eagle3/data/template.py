@@ -1,8 +1,9 @@
 """The model's text in the renderings of a chat template, and the pieces into which a rendering is cut there.
 
-One rule: an answer begins where (history + generation prompt) ends inside (history + answer), and ends with the control token that
-ends that rendering. A row that the template writes otherwise is refused, and so is one whose text spells a control token: serving
-would read it as one. Messages have the form that vLLM gives to templates: arguments of a call as an object, content "" beside it.
+One rule: an answer begins where (history + generation prompt) ends inside (history + answer), and ends with
+the control token that ends that rendering. A row that the template writes otherwise is refused, and so is one
+whose text spells a control token: serving would read it as one. Messages have the form that vLLM gives to
+templates: arguments of a call as an object, content "" beside it.
 """
 
 import re
@@ -53,15 +54,16 @@ def _probed_template(
 class ChatTemplate:
     """A template with what probing it shows.
 
-    control: matches control tokens. closes: the template writes something after every conversation. empty_thoughts: what it
-    writes before an answer without thoughts; not the model's text.
+    control: matches control tokens. closes: the template writes something after every conversation.
+    empty_thoughts: what it writes before an answer without thoughts; not the model's text.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", thinking: bool | None) -> None:
         self.tokenizer = tokenizer
         self.thinking = thinking
         added = list(tokenizer.added_tokens_decoder.values())
-        # Some tokenizers do not flag their turn markers as special; <think> and <tool_call> are text that a model writes.
+        # Some tokenizers do not flag their turn markers as special; <think> and <tool_call> are text that a
+        # model writes.
         turns = self._try_render(["user", "assistant", "user"], prompt=False)
         control = [t.content for t in added if t.special or (t.content.strip() and t.content in turns)]
         longest_first = sorted((re.escape(text) for text in control if len(text) > 1), key=len, reverse=True)

@@ -1,4 +1,4 @@
-"""A chat template given beside a target: read and checked in seconds, and put where every reader of the target finds it alone."""
+"""A chat template that a recipe gives: read, checked, and made the only one of a target's directory."""
 
 import json
 import shutil
@@ -11,47 +11,43 @@ FILE_NAME = "chat_template.jinja"
 
 
 @redact_secrets()
-def read_chat_template(place: str) -> str:
+def read_chat_template(uri: str) -> str:
     """Read a Jinja file by path or URL.
 
     Raises:
-        ValueError: if it is not there, no text or no template; names it and what to do.
-        ConnectionError: where another try may help.
+        ValueError: if it does not exist, or is no text or no template; names it and the remedy.
+        ConnectionError: where another try may succeed.
     """
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    name = f"target.chat_template {redact(uri)}"
+    remedy = "give the path or URL of a Jinja file"
     try:
-        data = read_bytes(place if is_remote(place) else str(Path(place).expanduser()))
+        data = read_bytes(uri if is_remote(uri) else str(Path(uri).expanduser()))
     except ConnectionError:
         raise
     except (OSError, ValueError, ImportError) as e:
-        raise ValueError(
-            f"target.chat_template {redact(place)} cannot be read ({e}); give the path or URL of a Jinja file"
-        ) from e
-    if not (data or b"").strip():
-        what = "is empty" if data is not None else "is not there"
-        raise ValueError(f"target.chat_template {redact(place)} {what}; give the path or URL of a Jinja file")
+        raise ValueError(f"{name} cannot be read ({e}); {remedy}") from e
+    if data is None:
+        raise ValueError(f"{name} does not exist; {remedy}")
+    if not data.strip():
+        raise ValueError(f"{name} is empty; {remedy}")
     try:
-        text = (data or b"").decode()
-        # Compiled as for a conversation, with the tags that only chat templates have; none is rendered.
+        text = data.decode()
+        # Compiles it with the tags that only chat templates have; nothing is rendered.
         render_jinja_template([], chat_template=text)
     except UnicodeDecodeError as e:
-        raise ValueError(
-            f"target.chat_template {redact(place)} must be UTF-8 text ({e}); give a Jinja file"
-        ) from e
+        raise ValueError(f"{name} must be UTF-8 text ({e}); give a Jinja file") from e
     except jinja2.TemplateSyntaxError as e:
-        raise ValueError(
-            f"target.chat_template {redact(place)}, line {e.lineno}: {e.message}; correct the template"
-        ) from e
+        raise ValueError(f"{name}, line {e.lineno}: {e.message}; correct the template") from e
     return text
 
 
 def put_chat_template(target_dir: str | Path, text: str) -> None:
     """Make `text` the one chat template of a target's directory.
 
-    Besides its own file, a tokenizer's config, a processor's file or files of named templates may hold one, which readers prefer
-    for tools or for images.
+    A tokenizer's config, a processor's file or files of named templates may hold others that readers prefer.
     """
     root = Path(target_dir)
     for other in ("chat_template.json", *(f.name for f in root.glob("*.jinja"))):

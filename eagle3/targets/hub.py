@@ -1,4 +1,4 @@
-"""The Hugging Face hub: which commit a revision means now, and its files; every fault says what to check."""
+"""The Hugging Face hub: the commit of a revision, and its files. Every error says what to check."""
 
 import shutil
 from collections.abc import Sequence
@@ -12,15 +12,17 @@ from eagle3.uris import redact_secrets
 
 @redact_secrets()
 def hub_commit(what: str, name: str, revision: str, kind: Literal["model", "dataset"] = "model") -> str:
-    """Find the commit that `revision` (empty: the default branch) of a hub id stands for now.
+    """Find the current commit of `revision` (empty: the default branch).
 
     Args:
-        what: what is looked for, for the message: "target" or "initial draft".
+        what: "target", "initial draft" or "data set", for the message.
+        name: hub id.
+        revision: branch, tag or commit.
         kind: the hub keeps ids of models and of data sets apart.
 
     Raises:
-        ConnectionError: where another try may help.
-        ValueError: where only another setting does.
+        ConnectionError: where another try may succeed.
+        ValueError: where only another setting helps.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
@@ -42,7 +44,7 @@ def download_from_hub(
     patterns: Sequence[str],
     ignored: Sequence[str] = (),
 ) -> None:
-    """Put the files of a hub id that match `patterns` and none of `ignored` into `out_dir`; raises as `hub_commit` does."""
+    """Put the files that match `patterns` and none of `ignored` into `out_dir`; raises as `hub_commit` does."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -60,16 +62,14 @@ def download_from_hub(
 
 
 def connection_errors() -> tuple[type[Exception], ...]:
-    """What the hub's client raises where the network fails: errors of httpx, in newer releases of httpx2."""
+    """The hub client's errors where the network fails: of httpx, in newer releases of httpx2."""
     return tuple(import_module(name).TransportError for name in ("httpx", "httpx2") if find_spec(name))
 
 
 def _hub_error(what: str, name: str, revision: str, error: Exception) -> Exception:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    passing = isinstance(error, connection_errors()) or (
-        status is not None and (status == 429 or status >= 500)
-    )
-    return (ConnectionError if passing else ValueError)(
-        f"{what} {name} (revision {revision or 'default'}) cannot be had from the hub: {type(error).__name__}: {error}; "
-        "check the id, the network and HF_TOKEN, or give a local copy"
+    status = getattr(getattr(error, "response", None), "status_code", None) or 0
+    is_transient = isinstance(error, connection_errors()) or status == 429 or status >= 500
+    return (ConnectionError if is_transient else ValueError)(
+        f"{what} {name} (revision {revision or 'default'}) cannot be had from the hub: {type(error).__name__}: "
+        f"{error}; check the id, the network and HF_TOKEN, or give a local copy"
     )

@@ -1,4 +1,4 @@
-"""What a target's JSON files say of it, without its weights: the layers a draft sees, the tokens that end an answer."""
+"""Properties of a target from its JSON files: layers that a draft sees, longest sequence, end-of-turn tokens."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,12 @@ def aux_layer_ids(wanted: list[int], num_layers: int) -> list[int]:
     """Choose the aux layers: the wanted ones, or a low, a middle and a high one.
 
     Args:
-        wanted: ids in vLLM's numbering, k for the residual stream after k decoder layers; empty means 2, n // 2, n - 3,
-            closer together below 7 layers.
+        wanted: ids in vLLM's numbering, k for the residual stream after k decoder layers; empty means 2, n //
+            2, n - 3, closer together below 7 layers.
         num_layers: decoder layers n of the target.
 
     Returns:
-        Ascending ids without repetition, the order in which the engine hands the states over.
+        Ascending ids without repetition, the order of the engine's states.
 
     Raises:
         ValueError: if an id is outside 0 … n.
@@ -28,18 +28,13 @@ def aux_layer_ids(wanted: list[int], num_layers: int) -> list[int]:
         return sorted({max(1, k) for k in spread})
     if min(wanted) < 0 or max(wanted) > num_layers:
         raise ValueError(
-            f"extract.layer_ids must lie in 0 … {num_layers}, the target's layers, got {wanted}; change the recipe"
+            f"extract.layer_ids must be in 0 … {num_layers}, the target's layers, got {wanted}; change the recipe"
         )
     return sorted(set(wanted))
 
 
 def check_max_model_len(max_model_len: int, config: dict[str, Any]) -> None:
-    """Refuse an engine length beyond the positions that the target was made for: there its states turn to nonsense silently.
-
-    Args:
-        max_model_len: engine.max_model_len.
-        config: the target's config.json.
-    """
+    """Refuse an engine.max_model_len beyond the positions in a target's config.json: there its states are nonsense."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     limit = int(config.get("max_position_embeddings", max_model_len))
     if (rope.get("rope_type") or rope.get("type")) == "yarn":

@@ -1,4 +1,4 @@
-"""How large a target is, from its config.json alone: parameters, bytes of its weights, of the key-values of a token."""
+"""The size of a target from its config.json: parameters, bytes of its weights and of the key-values of a token."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +12,12 @@ OWN_KEYS = ("architectures", "_name_or_path", "auto_map", "quantization_config",
 
 @dataclass(frozen=True)
 class TargetSize:
-    """Counts of a target: parameters of embedding and head, of attention, dense MLPs and routers, and of all experts.
+    """Counts of a target.
 
-    active: parameters that one token is multiplied with, head included, embedding not. expert_bytes, linear_bytes: bytes a
-    parameter of a quantised checkpoint, None where stored in the compute dtype.
+    embedding_params: of embedding and head. linear_params: of attention, dense MLPs and routers.
+    expert_params: of all experts. active: parameters that one token is multiplied with: the head's, not the
+    embedding's. expert_bytes, linear_bytes: bytes a parameter of a quantised checkpoint, None where stored in
+    the compute dtype.
     """
 
     num_layers: int
@@ -47,29 +49,28 @@ class TargetSize:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
     def prefill_flops(self, rows: float, tokens: float) -> float:
-        """Floating-point operations to read `rows` rows of `tokens` tokens together, all of one length, causal attention."""
+        """Floating-point operations to read `rows` rows of equal length, `tokens` tokens together."""
         attention = 2 * self.num_layers * self.num_heads * self.head_dim * tokens**2 / max(rows, 1)
         return 2 * self.active * tokens + attention
 
 
 def target_size(config: dict[str, Any]) -> TargetSize:
-    """Count a supported target's parameters; what config.json leaves out is taken from its architecture's defaults."""
+    """Count a supported target's parameters; the architecture's defaults complete config.json."""
     from transformers import AutoConfig
 
     c = AutoConfig.for_model(**{k: v for k, v in config.items() if k not in OWN_KEYS}).to_dict()
-    width, layers, heads = c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"]
+    width = c["hidden_size"]
+    layers = c["num_hidden_layers"]
+    heads = c["num_attention_heads"]
     kv_heads = c.get("num_key_value_heads") or heads
     head_dim = c.get("head_dim") or width // heads
     attention = 2 * width * head_dim * (heads + kv_heads)
     sparse = _num_sparse_layers(c)
-    experts, chosen = (
-        c.get("num_local_experts") or c.get("num_experts") or 0,
-        c.get("num_experts_per_tok") or 0,
-    )
+    experts = c.get("num_local_experts") or c.get("num_experts") or 0
+    chosen = c.get("num_experts_per_tok") or 0
     expert = 3 * width * (c.get("moe_intermediate_size") or c["intermediate_size"])
-    linear = (
-        layers * attention + (layers - sparse) * 3 * width * c["intermediate_size"] + sparse * experts * width
-    )
+    dense_mlp = 3 * width * c["intermediate_size"]
+    linear = layers * attention + (layers - sparse) * dense_mlp + sparse * experts * width
     table = c["vocab_size"] * width
     quantised = _quantised_bytes(config)
     return TargetSize(
@@ -92,7 +93,8 @@ def _num_sparse_layers(c: dict[str, Any]) -> int:
     """Layers with experts instead of one MLP."""
     if not (c.get("num_local_experts") or c.get("num_experts")):
         return 0
-    step, dense = c.get("decoder_sparse_step") or 1, c.get("mlp_only_layers") or []
+    step = c.get("decoder_sparse_step") or 1
+    dense = c.get("mlp_only_layers") or []
     return sum(i not in dense and (i + 1) % step == 0 for i in range(c["num_hidden_layers"]))
 
 
@@ -113,7 +115,8 @@ def check_tensor_parallel(size: TargetSize, num_gpus: int) -> None:
     if size.num_heads % num_gpus or not kv_fit:
         raise ValueError(
             f"the target's {size.num_heads} attention and {size.num_kv_heads} key-value heads must be divisible by "
-            f"fanout.tensor_parallel_size, got {num_gpus}; take a power of two up to {size.num_heads & -size.num_heads}"
+            f"fanout.tensor_parallel_size, got {num_gpus}; take a power of two up to "
+            f"{size.num_heads & -size.num_heads}"
         )
 
 
@@ -123,19 +126,21 @@ def check_gpu_memory(
     """Refuse a target whose weights, with the key-values of one longest sequence, do not fit on its GPUs.
 
     Args:
+        size: of the target.
         dtype: compute dtype.
         max_model_len: tokens of the longest sequence.
         num_gpus: GPUs that share the target.
-        usable_bytes: what the engine may take of each.
-        remedy: what to change, for the message.
+        usable_bytes: of each GPU, for the engine.
+        remedy: settings to change, for the message.
 
     Raises:
         ValueError: names the sizes and the remedy.
     """
-    weights, cache = size.weight_bytes(dtype), size.key_value_bytes(dtype) * max_model_len
+    weights = size.weight_bytes(dtype)
+    cache = size.key_value_bytes(dtype) * max_model_len
     if weights + cache > num_gpus * usable_bytes:
         raise ValueError(
-            f"the target's weights in {dtype} and the key-values of one sequence of {max_model_len} tokens must fit into "
-            f"{num_gpus} x {usable_bytes / 1e9:.0f} GB of GPU memory, they take {weights / 1e9:.0f} + {cache / 1e9:.1f} GB; "
-            f"{remedy}"
+            f"the target's weights in {dtype} and the key-values of one sequence of {max_model_len} tokens must fit "
+            f"into {num_gpus} x {usable_bytes / 1e9:.0f} GB of GPU memory, they take {weights / 1e9:.0f} + "
+            f"{cache / 1e9:.1f} GB; {remedy}"
         )

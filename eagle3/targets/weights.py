@@ -1,4 +1,4 @@
-"""The three target tensors that training needs, read straight from the safetensors files; the model itself is never built."""
+"""The three target tensors that training needs, read from the safetensors files without building the model."""
 
 import json
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-# Architectures whose logits are head(RMSNorm(last hidden state)), the gain as stored, nothing scaled or capped, and out of
-# which vLLM 0.32 hands aux states (SupportsEagle3). Gemma is not one of them: its gain is 1 + w, its embedding is scaled.
+# Architectures with logits head(RMSNorm(last hidden state)), the gain as stored, nothing scaled or capped,
+# and with aux states in vLLM 0.32 (SupportsEagle3). Gemma is none of them: its gain is 1 + w, its embedding
+# is scaled.
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -19,10 +20,10 @@ INDEX_NAME = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class TargetTensors:
-    """What the draft borrows from the target.
+    """Parts of the target that the draft uses.
 
-    config: config.json. embedding [V, H]: input embedding. norm_weight [H]: gain of the final RMSNorm. norm_eps: its epsilon.
-    head [V, H]: output head (the embedding itself where tied).
+    config: config.json. embedding [V, H]: input embedding. norm_weight [H]: gain of the final RMSNorm.
+    norm_eps: its epsilon. head [V, H]: output head (the embedding itself where tied).
     """
 
     config: dict[str, Any]
@@ -33,17 +34,16 @@ class TargetTensors:
 
 
 def check_target_dir(target_dir: str | Path) -> dict[str, Any]:
-    """Read config.json, and make sure that weights are next to it and that a draft can be built for the architecture.
+    """Read config.json; make sure that there are weights, and that a draft can be built for the architecture.
 
     Raises:
-        ValueError: names the directory, what is missing, and the remedy.
+        ValueError: names the directory, the missing file, and the remedy.
     """
     root = Path(target_dir)
     config = read_config(root, root)
     if not any(root.glob("*.safetensors")):
-        raise ValueError(
-            f"{root} holds no *.safetensors file; save it with save_pretrained, or give a hub id or .gguf file"
-        )
+        remedy = "save it with save_pretrained, or give a hub id or .gguf file"
+        raise ValueError(f"{root} holds no *.safetensors file; {remedy}")
     check_target_config(config, root)
     return config
 
@@ -64,22 +64,21 @@ def read_config(target_dir: str | Path, name: str | Path) -> dict[str, Any]:
 
 
 def check_target_config(config: dict[str, Any], name: str | Path) -> None:
-    """Make sure that a draft can be built for a target of this config.json; `name` is what messages call it.
+    """Make sure that a draft can be built for a target with this config.json.
 
     Raises:
-        ValueError: says what is not supported.
+        ValueError: names the target by `name`, and what is not supported.
     """
     if config.get("model_type") not in SUPPORTED_MODEL_TYPES:
         known = ", ".join(SUPPORTED_MODEL_TYPES)
         raise ValueError(
-            f"{name} is a {config.get('model_type')!r} model; drafts can be trained for {known} targets: embedding, final norm "
-            "and head must be the plain ones of these; choose another target"
+            f"{name} is a {config.get('model_type')!r} model; drafts can be trained for {known} targets: embedding, "
+            "final norm and head must be the plain ones of these; choose another target"
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if (kind := rope.get("rope_type") or rope.get("type")) in LENGTH_DEPENDENT_ROPE:
-        raise ValueError(
-            f"{name} uses {kind!r} RoPE, whose angles depend on the length; no draft can be trained for it yet"
-        )
+        remedy = "no draft can be trained for it yet"
+        raise ValueError(f"{name} uses {kind!r} RoPE, whose angles depend on the length; {remedy}")
 
 
 def tensor_files(target_dir: str | Path) -> dict[str, Path]:
@@ -94,25 +93,23 @@ def tensor_files(target_dir: str | Path) -> dict[str, Path]:
             with safe_open(path, framework="pt") as f:
                 files.update(dict.fromkeys(f.keys(), path))
         except SafetensorError as e:
-            raise ValueError(
-                f"{path} is not a complete safetensors file ({e}); fetch the target again"
-            ) from e
+            rule = f"{path} is not a complete safetensors file ({e})"
+            raise ValueError(f"{rule}; fetch the target again") from e
     return files
 
 
 def read_tensor(target_dir: str | Path, files: dict[str, Path], name: str) -> Tensor:
     """Read one tensor; ValueError names it and the directory if it is absent."""
     if name not in files:
-        raise ValueError(
-            f"{target_dir} has no tensor {name!r}; the files are incomplete, fetch the target again"
-        )
+        remedy = "the files are incomplete, fetch the target again"
+        raise ValueError(f"{target_dir} has no tensor {name!r}; {remedy}")
     with safe_open(files[name], framework="pt") as f:
         tensor: Tensor = f.get_tensor(name)
     return tensor
 
 
 def load_target_tensors(target_dir: str | Path, dtype: torch.dtype = torch.float32) -> TargetTensors:
-    """Load embedding, final norm and head; no other tensor is touched, whatever a quantised target stores there.
+    """Load embedding, final norm and head; no other tensor is read, so those may be quantised.
 
     Args:
         target_dir: directory with config.json and safetensors files (index or single file).
@@ -134,10 +131,8 @@ def load_target_tensors(target_dir: str | Path, dtype: torch.dtype = torch.float
         ("final norm", norm_weight, whole[1:]),
     ):
         if tensor.shape != shape:
-            found = tuple(tensor.shape)
-            raise ValueError(
-                f"{target_dir}: {name} has shape {found}, config.json says {shape}; fetch the target again"
-            )
+            found = f"{name} has shape {tuple(tensor.shape)}, config.json has {shape}"
+            raise ValueError(f"{target_dir}: {found}; fetch the target again")
     return TargetTensors(config, embedding, norm_weight, config["rms_norm_eps"], head)
 
 
@@ -145,7 +140,7 @@ def _read_floats(target_dir: str | Path, files: dict[str, Path], name: str) -> T
     tensor = read_tensor(target_dir, files, name)
     if tensor.dtype not in FLOAT_DTYPES:
         raise ValueError(
-            f"{target_dir}: {name} is stored as {tensor.dtype}; embedding, final norm and head must not be quantised, "
-            "take a target that keeps them in bfloat16"
+            f"{target_dir}: {name} is stored as {tensor.dtype}; embedding, final norm and head must not be "
+            "quantised, take a target that keeps them in bfloat16"
         )
     return tensor

@@ -13,7 +13,7 @@ from tests.helpers.plans import DISKS, GIB, SOURCES, settings
 REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"model_type": "gemma2"}, {}, "org/target is a 'gemma2' model"),
     ({"max_position_embeddings": 2048}, {}, "must not exceed the target's 2048 positions"),
-    ({}, {"extract": {"layer_ids": [33]}}, "extract.layer_ids must lie in 0 … 32"),
+    ({}, {"extract": {"layer_ids": [33]}}, "extract.layer_ids must be in 0 … 32"),
     (
         {},
         {"vocab": {"size": 200_000}},

@@ -120,7 +120,7 @@ def test_a_target_keeps_its_own_template_if_none_is_given(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "is not there"),
+        (None, "does not exist"),
         (b"", "is empty"),
         (b" \n", "is empty"),
         (b"\xff\xfe{", "UTF-8"),

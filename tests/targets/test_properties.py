@@ -25,5 +25,5 @@ def test_default_aux_layers_are_low_middle_and_high() -> None:
 
 
 def test_aux_layers_beyond_the_targets_depth_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"must lie in 0 … 4, the target's layers, got \[1, 5\]"):
+    with pytest.raises(ValueError, match=r"must be in 0 … 4, the target's layers, got \[1, 5\]"):
         aux_layer_ids([1, 5], 4)

@@ -119,7 +119,7 @@ def test_an_index_that_leads_out_of_the_directory_is_refused(tmp_path: Path, nam
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     sanitize(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": name}}))
-    with pytest.raises(ValueError, match="must name files beside it"):
+    with pytest.raises(ValueError, match="must name files next to it"):
         sanitize(tmp_path)
 
 

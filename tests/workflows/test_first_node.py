@@ -48,7 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "tiny/bytes is a 'gemma3' model; drafts can be trained for llama",
     ),
     "vocabulary": ({"vocab": {"size": 10**6}}, "lower vocab.size"),
-    "layers": ({"extract": {"layer_ids": [1, 9]}}, "extract.layer_ids must lie in 0 … 4"),
+    "layers": ({"extract": {"layer_ids": [1, 9]}}, "extract.layer_ids must be in 0 … 4"),
     "tensor parallel": (
         {"fanout": {"tensor_parallel_size": 3}},
         "divisible by fanout.tensor_parallel_size, got 3",
