@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from eagle3.config.data import PRESETS_WITHOUT_PLACE, PresetName, SourceConfig
+from eagle3.config.data import PRESETS_WITHOUT_HUB, PresetName, SourceConfig
 from eagle3.data.conversations import Conversation, to_conversation
 from eagle3.data.presets import PRESETS
 from eagle3.data.sources import hub_parts, read_source, source_name
@@ -177,11 +177,11 @@ def test_bfcl_rows_without_questions_or_functions_are_refused(missing: str) -> N
         PRESETS["bfcl"].map_row(row)
 
 
-def test_every_preset_has_a_place_on_the_hub_or_asks_for_one() -> None:
+def test_every_preset_is_on_the_hub_or_asks_for_a_path() -> None:
     assert set(PRESETS) == set(get_args(PresetName)) - {""}
     for name, preset in PRESETS.items():
-        if name in PRESETS_WITHOUT_PLACE:
-            with pytest.raises(ValueError, match=f"preset {name} has no place on the hub; give path"):
+        if name in PRESETS_WITHOUT_HUB:
+            with pytest.raises(ValueError, match=f"preset {name} is no data set that the hub loads; set path"):
                 SourceConfig(preset=name)  # type: ignore[arg-type]
             continue
         assert hub_parts(preset.path)
