@@ -34,10 +34,7 @@ BANNED = (
     "|distrust|it lies|lies in|stands in|is told|behind which"
 )
 
-
 MODULES = {".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / "eagle3").rglob("*.py")}
-
-
 COMING = pytest.mark.xfail(reason="names what other rooms are building today", strict=False)
 
 
