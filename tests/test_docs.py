@@ -141,7 +141,6 @@ def test_every_path_that_is_named_exists(name: str) -> None:
     assert [path for path in named if not list(ROOT.glob(path.rstrip("/")))] == []
 
 
-@COMING
 @pytest.mark.parametrize("name", names())
 def test_every_relative_link_leads_somewhere(name: str) -> None:
     broken = []
