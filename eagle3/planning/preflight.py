@@ -6,7 +6,7 @@ the sources: seconds, no weights and no GPU. What only a later stage can see is 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -42,18 +42,18 @@ class Preflight:
     """What a run's names stand for now, and what the first rows of its sources say.
 
     target: name, revision and digest as `identify_target` found them. config: the target's config.json.
-    source_versions: of data.sources, then of data.excluded. init_from, init_digest: of the initial draft, empty where
-    training starts afresh. surveys: of the prompts, if any, then of data.sources; empty without rows.
+    init_from, init_digest: of the initial draft, empty without one. source_versions: of data.sources, then of
+    data.excluded. surveys: of the prompts, if there are any, then of data.sources.
     """
 
     target: tuple[str, str, str]
     config: dict[str, Any]
     public_name: str
-    source_versions: list[str]
     init_from: str
     init_digest: str
-    surveys: list[SourceSurvey]
-    num_heldout: int
+    source_versions: list[str] = field(default_factory=list)
+    surveys: list[SourceSurvey] = field(default_factory=list)
+    num_heldout: int = 0
 
 
 def preflight(cfg: RunSettings, disks: PodDisks, prompts: str, heldout: str, with_rows: bool) -> Preflight:
@@ -82,9 +82,6 @@ def preflight(cfg: RunSettings, disks: PodDisks, prompts: str, heldout: str, wit
     init_from, init_digest = "", ""
     if cfg.train.init_from:
         init_from, init_digest = resolve_initial(cfg.train.init_from, cfg.train.init_revision)
-    versions: list[str] = []
-    surveys: list[SourceSurvey] = []
-    num_heldout = 0
     with TemporaryDirectory() as target_dir:
         fetch_tokenizer(cfg.target.model_copy(update={"revision": revision}), target_dir)
         sanitize(target_dir)
@@ -93,13 +90,8 @@ def preflight(cfg: RunSettings, disks: PodDisks, prompts: str, heldout: str, wit
         if init_digest:
             layer_ids = aux_layer_ids(cfg.extract.layer_ids, config["num_hidden_layers"])
             check_settings(read_settings(init_from, init_digest, config), config, layer_ids)
-        if with_rows:
-            versions = [resolve_source(source)[1] for source in (*cfg.data.sources, *cfg.data.excluded)]
-            sources = given + pin_sources(cfg.data.sources, versions[: len(cfg.data.sources)])
-            held_out = SourceConfig(path=heldout, name="heldout")
-            surveys, num_heldout = survey(sources, held_out, target_dir, cfg.data, cfg.regenerate.enabled)
-            check_rows(cfg, config, surveys)
-    return Preflight(target, config, public_name, versions, init_from, init_digest, surveys, num_heldout)
+        found = Preflight(target, config, public_name, init_from, init_digest)
+        return _with_rows(found, cfg, given, heldout, target_dir) if with_rows else found
 
 
 def _check_names(cfg: RunSettings, given: list[SourceConfig]) -> None:
@@ -109,6 +101,18 @@ def _check_names(cfg: RunSettings, given: list[SourceConfig]) -> None:
         raise ValueError("there is nothing to train on: give prompts, data.sources or both")
     # Sampling settings for "train", the source of the prompts, may stay in a recipe that has none.
     check_sampled_sources(cfg.regenerate, list(dict.fromkeys(["train", *check_sources(sources)])))
+
+
+def _with_rows(
+    found: Preflight, cfg: RunSettings, given: list[SourceConfig], heldout: str, target_dir: str
+) -> Preflight:
+    """Survey the sources and check what they hold."""
+    versions = [resolve_source(source)[1] for source in (*cfg.data.sources, *cfg.data.excluded)]
+    sources = given + pin_sources(cfg.data.sources, versions[: len(cfg.data.sources)])
+    held_out = SourceConfig(path=heldout, name="heldout")
+    surveys, num_heldout = survey(sources, held_out, target_dir, cfg.data, cfg.regenerate.enabled)
+    check_rows(cfg, found.config, surveys)
+    return replace(found, source_versions=versions, surveys=surveys, num_heldout=num_heldout)
 
 
 def check_target(

@@ -126,3 +126,12 @@ def test_shards_too_small_for_their_engines_start_are_named_with_the_size_that_w
         note.startswith("extract: starting")
         for note in plan(work=almost, data={"rows_per_shard": enough}).notes
     )
+
+
+def test_a_sampled_source_that_loses_many_rows_is_noted() -> None:
+    cfg = settings()
+    sampled = replace(SOURCES[0], basis="estimated", dropped_share=0.6)
+    notes = make_plan(cfg, LLAMA31_8B, "org/target", [sampled], 24, WORK).notes
+    assert any(
+        note.startswith("train: 60% of the first rows cannot be used; prepare fails if") for note in notes
+    )

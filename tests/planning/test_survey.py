@@ -127,6 +127,20 @@ def test_a_source_that_is_mostly_useless_is_refused(
         survey([source], heldout, tokenizer_dir, DataConfig(), regenerate=True)
 
 
+def test_of_a_sample_only_one_without_a_usable_row_is_refused(
+    tokenizer_dir: Path, tmp_path: Path, heldout: SourceConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(surveying, "COUNT_ROWS", 20)
+    monkeypatch.setattr(surveying, "SAMPLE_ROWS", 10)
+    late = [*[{"messages": 7}] * 9, *(conversation(i + 10) for i in range(60))]
+    source = write(tmp_path / "late.jsonl", late)
+    ((found,), _) = survey([source], heldout, tokenizer_dir, DataConfig(), regenerate=True)
+    assert found.dropped_share == pytest.approx(0.9)
+    useless = write(tmp_path / "useless.jsonl", [{"messages": 7}] * 10 + late)
+    with pytest.raises(ValueError, match="10 of the first 10 rows cannot be used"):
+        survey([useless], heldout, tokenizer_dir, DataConfig(), regenerate=True)
+
+
 def test_without_a_held_out_prompt_nothing_can_be_measured(
     tokenizer_dir: Path, tmp_path: Path, heldout: SourceConfig
 ) -> None:
@@ -137,7 +151,7 @@ def test_without_a_held_out_prompt_nothing_can_be_measured(
         survey([source], heldout, tokenizer_dir, DataConfig(max_prompt_tokens=1), regenerate=True)
 
 
-def of(rows: int, tokens: int) -> SourceSurvey:
+def source_of(rows: int, tokens: int) -> SourceSurvey:
     return SourceSurvey("s", "counted", rows, tokens, 0, rows, 0, 0.0)
 
 
@@ -165,7 +179,7 @@ def test_every_answer_that_the_target_is_to_write_is_counted_with_its_sources_li
 
 
 def test_a_weighted_mix_ends_when_the_first_source_is_used_up() -> None:
-    sources, cfg = [of(100, 1000), of(900, 18000)], DataConfig(rows_per_shard=64)
+    sources, cfg = [source_of(100, 1000), source_of(900, 18000)], DataConfig(rows_per_shard=64)
     work = workload(sources, [1.0, 2.0], cfg, RegenerateConfig(max_new_tokens=8), 4096)
     assert (work.rows, work.shards, work.prompt_tokens) == (300, 5, 1000 + 200 * 20)
     apart = workload(sources, [0.0, 0.0], cfg, RegenerateConfig(max_new_tokens=8), 4096)

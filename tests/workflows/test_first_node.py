@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.calls import WEATHER
 from tests.helpers.exports import write_exported
 from tests.helpers.factories import draft_config, layer_config
 from tests.helpers.flyte_runs import pyflyte_run, words, write_prompts, write_recipe
@@ -73,6 +74,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"train": {"init_from": DRAFT}},
         "the draft of train.init_from does not fit: it reads aux layers [1, 2], the states hold [1, 2, 3]",
     ),
+    "unknown parser": ({"regenerate": {"tool_parser": "no_such"}}, "got no_such; correct it"),
+    "tools without a parser": (
+        {"data": {"sources": [{"path": "tools.jsonl"}]}},
+        "rows with tools need regenerate.tool_parser, got none",
+    ),
     "shards": ({"data": {"min_shards": 4}}, "4 usable rows fill 1 shards"),
     "rows": (
         {"data": {"sources": [{"path": "bad.jsonl"}]}},
@@ -87,6 +93,7 @@ def recipe(workplace: Path, tiny_target: Path) -> Callable[..., Path]:
     """Writes a recipe with changed blocks."""
     prompts = write_prompts(workplace / "prompts.jsonl", 0, 4)
     (workplace / "bad.jsonl").write_text('{"messages": 7}\n' * 2)
+    (workplace / "tools.jsonl").write_text(json.dumps({"prompt": "Look.", "tools": [WEATHER]}) + "\n")
     shutil.copytree(tiny_target, workplace / WRONG_MODEL)
     config = json.loads((tiny_target / "config.json").read_text()) | {"model_type": "gemma3"}
     (workplace / WRONG_MODEL / "config.json").write_text(json.dumps(config))
