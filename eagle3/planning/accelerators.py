@@ -1,11 +1,11 @@
-"""What a plan has to know of each accelerator."""
+"""Data sheets of the accelerators that a recipe can name."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One GPU by its data sheet: memory, GB; dense bfloat16 (V100, T4: float16) peak, TFLOP/s; speed of the memory, GB/s."""
+    """One GPU: memory in GB, peak of dense bfloat16 (V100, T4: float16), bandwidth of the memory."""
 
     memory_gb: float
     tflops: float

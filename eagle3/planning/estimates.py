@@ -1,11 +1,11 @@
-"""What a run's stages cost on GPUs, by formula. Estimates for planning, not measurements: nothing of this has been run on a GPU.
+"""What the stages of a run cost on GPUs, by formula. These are estimates: none of it has run on a GPU.
 
 reading tokens      FLOPs = 2 x active parameters x tokens + causal attention, at PREFILL_SHARE of the GPU's peak
-writing tokens      a step reads all weights and every sequence's key-values, at DECODE_SHARE of the memory's speed, and takes
-                    no less than MIN_STEP_S
-packing states      zstd at ZSTD_BYTES_S for each of ENCODER_THREADS cores, beside the engine: the slower of the two counts
-training            FLOPs = 6 x trained parameters x (token, step) pairs that pass them, at TRAIN_SHARE of the peak
-starting an engine  ENGINE_START_S, once a shard and stage
+writing tokens      a step reads all weights and the key-values of every sequence, at DECODE_SHARE of the memory's
+                    bandwidth, and takes at least MIN_STEP_S
+packing states      zstd at ZSTD_BYTES_S on each of ENCODER_THREADS cores, during reading: the slower of both counts
+training            FLOPs = 6 x trained parameters x (token, step) pairs that use them, at TRAIN_SHARE of the peak
+starting an engine  ENGINE_START_S, once for each shard and stage
 """
 
 from dataclasses import dataclass
@@ -17,25 +17,29 @@ from eagle3.planning.accelerators import Accelerator
 from eagle3.planning.workload import Workload
 from eagle3.targets.size import TargetSize
 
-PREFILL_SHARE, DECODE_SHARE, TRAIN_SHARE = 0.4, 0.6, 0.3
-ENGINE_START_S, MIN_STEP_S = 180.0, 0.005
-ZSTD_BYTES_S, ENCODER_THREADS = 0.15e9, 8
-# Measured for rows of some hundred tokens of one small target (docs/benchmarks.md); other encodings have not been.
+PREFILL_SHARE = 0.4
+DECODE_SHARE = 0.6
+TRAIN_SHARE = 0.3
+ENGINE_START_S = 180.0
+MIN_STEP_S = 0.005
+ZSTD_BYTES_S = 0.15e9
+ENCODER_THREADS = 8
+# Measured on rows of some hundred tokens of one small target (docs/benchmarks.md); other encodings are not measured.
 COMPRESSED_SHARE = {"bf16": 0.73, "fp8": 0.84}
 ASSUMPTIONS = (
     f"tokens are read at {PREFILL_SHARE:.0%} of the GPU's peak: FLOPs = 2 x active parameters x tokens + attention",
-    f"tokens are written at {DECODE_SHARE:.0%} of its memory's speed: a step reads all weights and all key-values, "
-    f"in {MIN_STEP_S * 1000:.0f} ms at least",
+    f"tokens are written at {DECODE_SHARE:.0%} of its memory bandwidth: a step reads all weights and all key-values, and "
+    f"takes at least {MIN_STEP_S * 1000:.0f} ms",
     f"the draft is trained at {TRAIN_SHARE:.0%} of the peak: FLOPs = 6 x trained parameters x (token, step) pairs",
-    f"an engine starts in {ENGINE_START_S:.0f} s, once a shard and stage; zstd packs {ZSTD_BYTES_S / 1e9:.2f} GB/s on each of "
-    f"{ENCODER_THREADS} cores",
+    f"an engine starts in {ENGINE_START_S:.0f} s, once for each shard and stage; zstd packs {ZSTD_BYTES_S / 1e9:.2f} GB/s "
+    f"on each of {ENCODER_THREADS} cores",
     "bf16 states compress to 0.73, fp8 to 0.84, as measured on one small target; others are counted uncompressed",
 )
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """GPU time of one stage. hours: by the clock, with all its GPUs at work."""
+    """GPU time of one stage; hours: wall time with all its GPUs."""
 
     stage: str
     gpu_hours: float
@@ -45,8 +49,11 @@ class StageCost:
 
 @dataclass(frozen=True)
 class DraftSize:
-    """Parameters of a draft: those that every token passes (fc, keys and values of the first step), those that every supervised
-    (token, step) pair passes (layer and head), the head's alone, and all."""
+    """Parameters of a draft.
+
+    per_token: used by every token: fc, keys and values of the first step. per_pair: used by every supervised (token,
+    step) pair: layer and head. head: of the head alone. params: all.
+    """
 
     per_token: int
     per_pair: int
@@ -86,7 +93,7 @@ def extract_cost(
     replicas: int,
     state_bytes: float,
 ) -> StageCost:
-    """The target reads every row; states are packed meanwhile."""
+    """The target reads every row while states are packed."""
     read = size.prefill_flops(work.rows, work.tokens) / (gpu.tflops * 1e12 * PREFILL_SHARE * num_gpus)
     pack = state_bytes / (ZSTD_BYTES_S * ENCODER_THREADS) if extract.compression == "zstd" else 0.0
     seconds = max(read, pack)
@@ -98,7 +105,7 @@ def extract_cost(
 def train_cost(
     work: Workload, draft: DraftSize, train: TrainConfig, gpu: Accelerator, num_gpus: int
 ) -> StageCost:
-    """All epochs; validation and fetching left out."""
+    """All epochs, without validation and fetching."""
     pairs = work.supervised * train.ttt_steps
     flops = 6 * (work.tokens * draft.per_token + pairs * draft.per_pair) + 2 * work.supervised * draft.head
     hours = train.epochs * flops / (gpu.tflops * 1e12 * TRAIN_SHARE * num_gpus) / 3600
@@ -114,7 +121,7 @@ def evaluate_cost(
     gpu: Accelerator,
     num_gpus: int,
 ) -> StageCost:
-    """Answers without and with the draft, the latter counted as if it saved nothing; three engine starts."""
+    """Answers without and with the draft, as if the draft saved nothing; three engine starts."""
     rate = write_rate(size, evaluate.dtype, gpu, num_gpus, evaluate.concurrency, engine.max_model_len / 2)
     hours = (2 * rows * evaluate.max_new_tokens / rate + 3 * ENGINE_START_S) / 3600
     return StageCost(
@@ -128,17 +135,16 @@ def evaluate_cost(
 def sequences_in_flight(
     size: TargetSize, engine: EngineConfig, gpu: Accelerator, num_gpus: int, context: float
 ) -> int:
-    """As many as settings and the memory beside the weights allow, at least one."""
+    """As many sequences as the settings and the memory next to the weights allow, at least one."""
     room = gpu.memory_gb * 1e9 * engine.gpu_memory_utilization * num_gpus - size.weight_bytes(engine.dtype)
-    return max(
-        1, min(engine.max_num_seqs, int(room / (max(context, 1) * size.key_value_bytes(engine.dtype))))
-    )
+    fitting = int(room / (max(context, 1) * size.key_value_bytes(engine.dtype)))
+    return max(1, min(engine.max_num_seqs, fitting))
 
 
 def write_rate(
     size: TargetSize, dtype: str, gpu: Accelerator, num_gpus: int, in_flight: int, context: float
 ) -> float:
-    """Tokens per second of one replica; a step is bound by the memory or, with very many sequences, by arithmetic."""
+    """Tokens per second of one replica; memory or, with many sequences, arithmetic limits a step."""
     moved = size.weight_bytes(dtype) + in_flight * context * size.key_value_bytes(dtype)
     by_memory = moved / (gpu.bandwidth_gb_s * 1e9 * DECODE_SHARE * num_gpus)
     by_arithmetic = 2 * size.active * in_flight / (gpu.tflops * 1e12 * PREFILL_SHARE * num_gpus)
@@ -146,7 +152,7 @@ def write_rate(
 
 
 def _fanned_out(stage: str, seconds: float, shards: int, num_gpus: int, replicas: int, how: str) -> StageCost:
-    """Seconds of one replica, dealt out in whole shards over the replicas."""
+    """Divide the seconds of one replica among replicas, in whole shards."""
     a_shard = (seconds / max(shards, 1)) + ENGINE_START_S
     rounds = ceil(shards / max(1, min(replicas, shards)))
     return StageCost(stage, a_shard * shards * num_gpus / 3600, a_shard * rounds / 3600, how)
