@@ -51,7 +51,7 @@ def test_the_current_draft_is_not_promoted_again() -> None:
 
 @pytest.mark.parametrize("other", [{"heldout_digest": "others"}, {"settings": "k = 5"}])
 def test_other_prompts_or_settings_compare_nothing(other: Any) -> None:
-    with pytest.raises(ValueError, match="evaluate the current draft anew"):
+    with pytest.raises(ValueError, match="evaluate the current draft again"):
         decide(NEW, replace(CURRENT, **other), 9.0)
 
 
@@ -126,7 +126,7 @@ def test_a_promotion_that_was_killed_before_the_pointer_moved_counts(
 ) -> None:
     promote(place, write_export(tmp_path / "one", "one"), promotion_of("one", 1))
     with monkeypatch.context() as patch:
-        patch.setattr(promotion, "_replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(promotion, "write_bytes", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             promote(place, write_export(tmp_path / "two", "two"), promotion_of("two", 2))
     found = current_promotion(place)
@@ -136,7 +136,7 @@ def test_a_promotion_that_was_killed_before_the_pointer_moved_counts(
     assert json.loads(read_bytes(f"{place}/promoted.json") or b"")["number"] == 3
 
 
-@pytest.mark.parametrize("cut", ["_replace", "current_promotion"])
+@pytest.mark.parametrize("cut", ["write_bytes", "current_promotion"])
 def test_a_promotion_that_is_tried_again_counts_once(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str
 ) -> None:
