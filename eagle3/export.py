@@ -1,8 +1,8 @@
-"""The directory that stock vLLM serves (Speculators format): written, checked tensor by tensor, then published under its name.
+"""Write the directory that stock vLLM serves (Speculators format), after a check of every tensor.
 
-A missing `d2t`, `fc`, `lm_head` or `hidden_norm` loads silently in vLLM and nothing is ever accepted, so `verify_export` compares
-every tensor with what config.json implies. `embed_tokens` is left out: the engine shares the target's. Where the draft vocabulary
-is the whole target vocabulary, `d2t` and `t2d` are left out too: the engine has no mapping then and refuses one.
+vLLM loads a draft without `d2t`, `fc`, `lm_head` or `hidden_norm` silently, and then accepts no draft token. So `verify_export`
+compares every tensor with what config.json implies. `embed_tokens` is left out: the engine uses the target's. If the draft
+vocabulary is the whole target vocabulary, `d2t` and `t2d` are left out too: the engine refuses a mapping then.
 """
 
 import json
@@ -33,13 +33,13 @@ def write_export(
     cfg: ExportConfig,
     out_dir: str | Path,
 ) -> str:
-    """Write a draft as a directory for vLLM; it appears under its name only after it was verified and read back equal.
+    """Write a draft as a directory for vLLM, which gets its name after it was verified and read back equal.
 
     Args:
         draft_dir: holds draft.json and draft.safetensors (names as in the export, float master weights).
         vocab_path: draft vocabulary.
         target_dir: directory of the target.
-        public_name: the target's name as users know it; never a local path.
+        public_name: the target's name for users; never a local path.
         cfg: default number of speculative tokens, dtype of the stored weights.
         out_dir: absent or empty.
 
@@ -47,7 +47,7 @@ def write_export(
         Content digest.
 
     Raises:
-        ValueError: names the file, setting or tensor, what was expected and what was found.
+        ValueError: names the file, setting or tensor, the expected and the found value.
     """
     check_public_name(public_name)
     out = Path(out_dir)
@@ -55,10 +55,8 @@ def write_export(
         raise ValueError(
             f"{out} must be absent or empty, it holds files; choose another directory or remove it yourself"
         )
-    draft, weights = (
-        _read_json(Path(draft_dir) / "draft.json"),
-        _read_tensors(Path(draft_dir) / "draft.safetensors"),
-    )
+    draft = _read_json(Path(draft_dir) / "draft.json")
+    weights = _read_tensors(Path(draft_dir) / "draft.safetensors")
     tensors = {name: t.to(FLOAT_DTYPES[cfg.dtype]).contiguous() for name, t in weights.items()}
     vocab = load_vocab(vocab_path)
     _check_against_target(draft, check_target_dir(target_dir), target_dir)
@@ -70,32 +68,28 @@ def write_export(
 
 
 def _write_verified(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """Make the directory anew with both files and check what lies there then; returns its digest."""
+    """Make the directory with both files, read it back and check it; returns its digest."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     path = directory / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors writes for its owner only; a server is often another user
     digest = verify_export(directory)
-    _check_equal(path, tensors)
+    stored = _read_tensors(path)
+    for name, tensor in tensors.items():
+        if not torch.equal(stored[name], tensor):
+            raise ValueError(
+                f"{path}: tensor {name} reads back different from what was written; check the disk"
+            )
     return digest
 
 
 def export_config(draft: dict[str, Any], public_name: str, cfg: ExportConfig) -> dict[str, Any]:
-    """Content of config.json.
-
-    Args:
-        draft: content of draft.json.
-        public_name: the target's name.
-        cfg: default number of speculative tokens, dtype.
-    """
+    """Content of config.json; `draft` is the content of draft.json."""
     layer_ids = draft["eagle_aux_hidden_state_layer_ids"]
-    layer = {
-        k: v
-        for k, v in draft["transformer_layer_config"].items()
-        if k not in ("_name_or_path", "transformers_version")
-    }
-    layer |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    layer = draft["transformer_layer_config"] | {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    for key in ("_name_or_path", "transformers_version"):
+        layer.pop(key, None)
     if len(layer_ids) != 3:
         layer["num_aux_hidden_states"] = len(layer_ids)
     proposal = {
@@ -124,7 +118,7 @@ def export_config(draft: dict[str, Any], public_name: str, cfg: ExportConfig) ->
 
 
 def check_public_name(name: str) -> None:
-    """Refuse an empty name and anything that is or looks like a local path.
+    """Refuse a name that is no hub id, such as a local path.
 
     Raises:
         ValueError: says what to set.
@@ -132,18 +126,18 @@ def check_public_name(name: str) -> None:
     if uri_kind(name) != "hub":
         raise ValueError(
             f"the exported draft must name its target as others know it, got {redact(name)!r}; set target.public_name to a hub id "
-            "such as org/model (a local path would not exist where the draft is served)"
+            "such as org/model (a local path does not exist where the draft is served)"
         )
 
 
 def verify_export(export_dir: str | Path) -> str:
-    """Check an exported directory: settings first, then every tensor against the shapes that they imply.
+    """Check an exported directory: its settings, then every tensor against the shapes that they imply.
 
     Returns:
         Content digest of config.json and model.safetensors.
 
     Raises:
-        ValueError: lists every fault; a tensor fault names the tensor, its expected and its found shape.
+        ValueError: lists every fault; for a tensor its name, its expected and its found shape.
     """
     path = Path(export_dir)
     config = _read_json(path / "config.json")
@@ -156,7 +150,7 @@ def verify_export(export_dir: str | Path) -> str:
 
 
 def _config_faults(config: dict[str, Any]) -> Iterator[str]:
-    """Yield what is wrong in config.json; a missing flag is a fault, since engine and format disagree on the defaults."""
+    """Yield the faults of config.json. A missing flag is one: engine and format have different defaults."""
     for flag in FLAGS:
         if not isinstance(config.get(flag), bool):
             yield f"config.json: {flag} must be true or false, got {config.get(flag)!r}"
@@ -198,8 +192,8 @@ def _shape_setting_faults(config: dict[str, Any], layer: dict[str, Any]) -> Iter
 
 
 def _tensor_faults(config: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[str]:
-    """Yield what is wrong with the tensors, by name."""
     shapes = expected_shapes(config)
+    vocab_size = config["transformer_layer_config"]["vocab_size"]
     kinds = {"d2t": torch.int64, "t2d": torch.bool}
     for name in sorted(tensors.keys() - shapes.keys()):
         yield f"tensor {name} {list(tensors[name].shape)} is unknown to the engine"
@@ -207,7 +201,8 @@ def _tensor_faults(config: dict[str, Any], tensors: dict[str, Tensor]) -> Iterat
         if name not in tensors:
             yield f"tensor {name} is missing, expected shape {list(shape)}, found none"
             continue
-        tensor, kind = tensors[name], kinds.get(name, FLOAT_DTYPES[config["dtype"]])
+        tensor = tensors[name]
+        kind = kinds.get(name, FLOAT_DTYPES[config["dtype"]])
         if tensor.shape != shape:
             yield f"tensor {name}: expected shape {list(shape)}, found {list(tensor.shape)}"
         elif tensor.dtype != kind:
@@ -217,9 +212,7 @@ def _tensor_faults(config: dict[str, Any], tensors: dict[str, Tensor]) -> Iterat
         elif name != "d2t" and not tensor.any():
             yield f"tensor {name} {list(shape)} is zero everywhere"
         elif name == "d2t":
-            yield from _mapping_faults(
-                tensor, tensors.get("t2d"), config["transformer_layer_config"]["vocab_size"]
-            )
+            yield from _mapping_faults(tensor, tensors.get("t2d"), vocab_size)
 
 
 def _mapping_faults(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> Iterator[str]:
@@ -246,22 +239,13 @@ def _check_against_target(draft: dict[str, Any], target: dict[str, Any], target_
 
 
 def _check_vocab(vocab: Vocab, draft: dict[str, Any], vocab_path: str | Path) -> None:
-    sizes = len(vocab.d2t), len(vocab.t2d)
-    trained = draft["draft_vocab_size"], draft["transformer_layer_config"]["vocab_size"]
-    if sizes != trained:
+    found = f"{len(vocab.d2t)} of {len(vocab.t2d)}"
+    trained = f"{draft['draft_vocab_size']} of {draft['transformer_layer_config']['vocab_size']}"
+    if found != trained:
         raise ValueError(
-            f"{vocab_path} maps {sizes[0]} of {sizes[1]} tokens, the draft was trained for {trained[0]} of {trained[1]}; "
+            f"{vocab_path} maps {found} tokens, the draft was trained for {trained}; "
             "export with the vocab of training or train again"
         )
-
-
-def _check_equal(path: Path, tensors: dict[str, Tensor]) -> None:
-    stored = _read_tensors(path)
-    for name, tensor in tensors.items():
-        if not torch.equal(stored[name], tensor):
-            raise ValueError(
-                f"{path}: tensor {name} reads back different from what was written; check the disk"
-            )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The draft vocabulary: the target tokens that supervised text uses most, and the maps between the two numberings.
+"""The draft vocabulary: the target tokens that are most frequent in supervised text, and the maps between the two numberings.
 
     target id = draft id + d2t[draft id]      d2t [K] int64 offsets; draft ids in ascending target id order
     t2d[target id] is True                    t2d [V] bool; exactly the K target ids that have a draft id
@@ -19,7 +19,9 @@ from torch import Tensor
 from eagle3.files import atomic_path, digest_of
 from eagle3.shards.tokens import TokenRow
 
-COUNTED_AT_ONCE = 1 << 20  # ids; a count over the vocabulary for each row would cost more than the row
+COUNTED_AT_ONCE = (
+    1 << 20
+)  # ids; a count over the vocabulary for each row would cost more than reading the row
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +56,7 @@ class Vocab:
 
 
 class TokenCounter:
-    """Supervised tokens of rows that come one by one.
-
-    Args:
-        vocab_size: V of the target.
-    """
+    """Counts the supervised tokens of rows, for a target with `vocab_size` V."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -97,18 +95,7 @@ class TokenCounter:
 
 
 def count_tokens(rows: Iterable[TokenRow], vocab_size: int) -> Tensor:
-    """Count the supervised tokens of rows; counts of several shards add up.
-
-    Args:
-        rows: conversations.
-        vocab_size: V of the target.
-
-    Returns:
-        [V] int64.
-
-    Raises:
-        ValueError: if a supervised token id is not the target's; names the row.
-    """
+    """[V] int64 supervised occurrences in rows; raises as `TokenCounter.add` does."""
     counter = TokenCounter(vocab_size)
     for row in rows:
         counter.add(row)
@@ -116,7 +103,7 @@ def count_tokens(rows: Iterable[TokenRow], vocab_size: int) -> Tensor:
 
 
 def rank_tokens(counts: Tensor, always: Sequence[int]) -> Tensor:
-    """All target ids in the order in which draft vocabularies take them: `always`, then by count; equal counts by lower id.
+    """All target ids by priority for a draft vocabulary: `always`, then by count; equal counts by lower id.
 
     Args:
         counts: [V] int64 supervised occurrences.
@@ -139,14 +126,14 @@ def rank_tokens(counts: Tensor, always: Sequence[int]) -> Tensor:
 
 
 def most_frequent(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:
-    """[V] bool, True for the tokens that a draft vocabulary of `size`, or of all V where that is less, takes."""
+    """[V] bool, True for the tokens of a draft vocabulary of `size`, or of V if that is less."""
     t2d = torch.zeros(len(counts), dtype=torch.bool)
     t2d[rank_tokens(counts, always)[:size]] = True
     return t2d
 
 
 def coverage_by_size(counts: Tensor, always: Sequence[int]) -> list[tuple[int, float]]:
-    """Share of supervised tokens inside the draft vocabulary, for each size that is a power of two, and for the target's own.
+    """Share of supervised tokens inside the draft vocabulary, for every power of two as its size, and for V.
 
     Args:
         counts: [V] int64 supervised occurrences, not all zero.
@@ -165,7 +152,7 @@ def build_vocab(counts: Tensor, size: int, always: Sequence[int]) -> Vocab:
 
     Args:
         counts: [V] int64 supervised occurrences.
-        size: K. Where fewer distinct tokens occur, the lowest unused ids fill it up.
+        size: K. If fewer distinct tokens occur, the lowest unused ids fill it up.
         always: target ids that must be in it, such as every end of turn.
 
     Raises:
@@ -181,10 +168,7 @@ def build_vocab(counts: Tensor, size: int, always: Sequence[int]) -> Vocab:
         raise ValueError(
             f"draft vocab must hold the {len(forced)} end-of-turn tokens, got {size}; raise vocab.size"
         )
-    if not counts.any():
-        raise ValueError(
-            "the draft vocab needs supervised tokens, got none; check the loss masks of the shards"
-        )
+    _check_counts(counts)
     t2d = most_frequent(counts, size, forced)
     num_known = int((counts > 0).sum()) + int((counts[forced] == 0).sum())
     if num_known < size:
@@ -199,7 +183,7 @@ def build_vocab(counts: Tensor, size: int, always: Sequence[int]) -> Vocab:
 
 
 def keep_vocab(counts: Tensor, target_ids: Tensor) -> Vocab:
-    """Keep the vocabulary of a draft that training goes on from, with the counts of this data.
+    """Keep the vocabulary of the draft that training starts from, with the counts of this data.
 
     Args:
         counts: [V] int64 supervised occurrences.
@@ -214,13 +198,17 @@ def keep_vocab(counts: Tensor, target_ids: Tensor) -> Vocab:
             f"the initial draft must map to ascending target ids below {target_size}, got {int(target_ids.min())} to "
             f"{int(target_ids.max())}; set train.init_from to a draft for this target"
         )
+    _check_counts(counts)
+    t2d = torch.zeros(target_size, dtype=torch.bool)
+    t2d[target_ids] = True
+    return Vocab(target_ids - torch.arange(len(target_ids)), t2d, counts)
+
+
+def _check_counts(counts: Tensor) -> None:
     if not counts.any():
         raise ValueError(
             "the draft vocab needs supervised tokens, got none; check the loss masks of the shards"
         )
-    t2d = torch.zeros(target_size, dtype=torch.bool)
-    t2d[target_ids] = True
-    return Vocab(target_ids - torch.arange(len(target_ids)), t2d, counts)
 
 
 def save_vocab(path: str | Path, vocab: Vocab) -> str:
