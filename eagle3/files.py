@@ -118,12 +118,17 @@ def retry(action: Callable[[], T], url: str, stopped: threading.Event | None = N
     raise AssertionError
 
 
-def _open_store(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path in it."""
-    # Other stores make a directory with its first file.
-    store, path = fsspec.core.url_to_fs(url, **({"auto_mkdir": True} if url.startswith("file://") else {}))
-    store.invalidate_cache()
-    return store, path
+def _in_store(url: str, action: Callable[[Any, str], T]) -> T:
+    """Call `action` with the file system of a URL and the path in it, several times if it fails."""
+
+    def attempt() -> T:
+        # Other stores make a directory with its first file.
+        options = {"auto_mkdir": True} if url.startswith("file://") else {}
+        store, path = fsspec.core.url_to_fs(url, **options)
+        store.invalidate_cache()
+        return action(store, path)
+
+    return retry(attempt, url)
 
 
 def read_bytes(uri: str) -> bytes | None:
@@ -132,39 +137,31 @@ def read_bytes(uri: str) -> bytes | None:
     Raises:
         OSError: if it cannot be read.
     """
-
-    def read() -> bytes:
-        store, path = _open_store(uri)
-        return bytes(store.cat_file(path))
-
     try:
-        return retry(read, uri) if is_remote(uri) else Path(uri).read_bytes()
+        if is_remote(uri):
+            return _in_store(uri, lambda store, path: bytes(store.cat_file(path)))
+        return Path(uri).read_bytes()
     except FileNotFoundError:
         return None
 
 
 def file_size(uri: str) -> int | None:
     """Size in bytes; None if there is no such file."""
-
-    def ask() -> int:
-        store, path = _open_store(uri)
-        return int(store.info(path)["size"])
-
     try:
-        return retry(ask, uri) if is_remote(uri) else Path(uri).stat().st_size
+        if is_remote(uri):
+            return _in_store(uri, lambda store, path: int(store.info(path)["size"]))
+        return Path(uri).stat().st_size
     except FileNotFoundError:
         return None
 
 
 def list_names(uri: str) -> list[str]:
     """Names of the files and directories in a directory, sorted; none if it does not exist."""
-
-    def ask() -> set[str]:
-        store, path = _open_store(uri)
-        return {str(name).rstrip("/").rpartition("/")[2] for name in store.ls(path, detail=False)}
-
     try:
-        return sorted(retry(ask, uri) if is_remote(uri) else (path.name for path in Path(uri).iterdir()))
+        if is_remote(uri):
+            paths = _in_store(uri, lambda store, path: list(map(str, store.ls(path, detail=False))))
+            return sorted({path.rstrip("/").rpartition("/")[2] for path in paths})
+        return sorted(path.name for path in Path(uri).iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -204,13 +201,8 @@ def write_bytes(uri: str | Path, data: bytes) -> None:
     Raises:
         OSError: if it cannot be written; names it.
     """
-
-    def write() -> None:
-        store, path = _open_store(str(uri))
-        store.pipe_file(path, data)
-
     if is_remote(uri):
-        retry(write, str(uri))
+        _in_store(str(uri), lambda store, path: store.pipe_file(path, data))
         return
     try:
         with atomic_path(uri, shared=True) as part:
@@ -227,26 +219,23 @@ def create_file(uri: str, data: bytes) -> None:
         StoreError: if the store does not take it.
     """
     try:
-        _write_new(uri, data)
+        if is_remote(uri):
+            store, path = fsspec.core.url_to_fs(uri)
+            store.invalidate_cache()
+            store.pipe_file(path, data, mode="create")
+        else:
+            part = Path(f"{uri}.{uuid.uuid4().hex}.part")
+            part.write_bytes(data)
+            try:
+                os.link(part, uri)
+            finally:
+                part.unlink()
     except Exception as e:  # not only OSError: botocore's connection errors are none
         found = read_bytes(uri)
         if found is None:
             raise StoreError(f"{uri} could not be written ({e!r}); check the store and run again") from e
         if found != data:
             raise FileExistsError(uri) from e
-
-
-def _write_new(uri: str, data: bytes) -> None:
-    if is_remote(uri):
-        store, path = _open_store(uri)
-        store.pipe_file(path, data, mode="create")
-        return
-    part = Path(f"{uri}.{uuid.uuid4().hex}.part")
-    part.write_bytes(data)
-    try:
-        os.link(part, uri)
-    finally:
-        part.unlink()
 
 
 def copy_file(source: str | Path, out: str | Path) -> None:
@@ -261,22 +250,13 @@ def copy_file(source: str | Path, out: str | Path) -> None:
         return
     with atomic_path(out, shared=True) as part:
         if is_remote(source):
-            retry(lambda: _download(str(source), part), str(source))
+            _in_store(str(source), lambda store, path: store.get_file(path, str(part)))
         else:
             shutil.copyfile(source, part)
 
 
-def _download(url: str, path: Path) -> None:
-    store, remote_path = _open_store(url)
-    store.get_file(remote_path, str(path))
-
-
 def _upload(path: Path, url: str) -> None:
-    def put() -> None:
-        store, remote_path = _open_store(url)
-        store.put_file(str(path), remote_path)
-
-    retry(put, url)
+    _in_store(url, lambda store, remote_path: store.put_file(str(path), remote_path))
     found = file_size(url)
     size = path.stat().st_size
     if found != size:
@@ -296,13 +276,11 @@ def move_file(path: Path, uri: str) -> None:
 
 def remove_file(uri: str) -> None:
     """Remove a file, if it exists."""
-
-    def remove() -> None:
-        store, path = _open_store(uri)
-        store.rm_file(path)
-
     with suppress(FileNotFoundError):
-        retry(remove, uri) if is_remote(uri) else Path(uri).unlink()
+        if is_remote(uri):
+            _in_store(uri, lambda store, path: store.rm_file(path))
+        else:
+            Path(uri).unlink()
 
 
 def try_lock(path: str | Path) -> FileLock | None:

@@ -1,7 +1,7 @@
-"""Places, paths and URLs alike: what of one may be shown, what it is called, and which are refused.
+"""URIs, that is paths, URLs and hub ids: how to print them without secrets, their kind and name, and which to refuse.
 
-A URL can hold secrets: user and password before its host, a signature or token in its query. With the former a place is refused
-wherever a recipe names it. The latter is how pre-signed URLs work: it is used for reading, and stands in no key, message or file.
+A URL can hold secrets: user and password before its host, a signature or token in its query. A recipe must not name a URL of the
+first kind. Pre-signed URLs are of the second kind: the query is used for reading and is in no key, message or file.
 """
 
 import re
@@ -10,44 +10,44 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-# Before an HTTP host a token may stand alone; in other URLs a name without a password is a login, or a container of Azure's.
-# A password with a slash in it ends the host too early: what stands behind its colon is no port then.
+# In an HTTP URL a token without a password counts too. In others a name alone is a login, or a container of Azure's.
+# A password with a slash ends the host too early; then the text after the colon is no port.
 _USER = re.compile(
     r"(?i:(?<=http://)|(?<=https://))[^/?#\s]*@|(?<=://)[^/?#@:\s\[\]]*:(?!:|\d*(?:[/?#\s]|$))(?:[^/?#\s]*@|\S*@)"
 )
-# In words of others an address may be cut: a query is known by its URL, or by its own look.
+# A message of a library may contain half a URL: a query is recognized after a URL, or by its own form.
 _QUERY = re.compile(r"(://[^\s'\"<>?#]*)[?#][^\s'\"<>]*|[?#][\w.~%+-]+=[^\s'\"<>]*")
 
 
-def redact(place: str) -> str:
-    """The place as it may be shown: a URL without user, password, query and fragment, a path as it is."""
-    return re.split("[?#]", _USER.sub("", place), maxsplit=1)[0] if "://" in place else place
+def redact(uri: str) -> str:
+    """A URL without user, password, query and fragment; a path unchanged."""
+    return re.split("[?#]", _USER.sub("", uri), maxsplit=1)[0] if "://" in uri else uri
 
 
-def base_name(place: str) -> str:
-    """The last part of its path; the host of a URL without one."""
-    return redact(place).rstrip("/").rpartition("/")[2]
+def base_name(uri: str) -> str:
+    """The last part of its path; the host of a URL without a path."""
+    return redact(uri).rstrip("/").rpartition("/")[2]
 
 
 def redact_text(text: str) -> str:
-    """A text with all URLs in it as they may be shown."""
+    """A text with all its URLs redacted."""
     return _QUERY.sub(r"\1", _USER.sub("", text))
 
 
-def check_uri(place: str) -> str:
-    """The place itself.
+def check_uri(uri: str) -> str:
+    """Return the URI.
 
     Raises:
-        ValueError: if it carries credentials. Of such a place no part is shown: where they end is not always clear.
+        ValueError: if it carries credentials. The message shows only the scheme: the end of credentials is not always clear.
     """
-    if _USER.search(place):
-        scheme = place.partition("://")[0]
+    if _USER.search(uri):
+        scheme = uri.partition("://")[0]
         raise ValueError(
             f"a URL must carry no user, password or token before its host, got one of {scheme}:// (not shown further); give a "
             "store's credentials by its environment variables or the pods' service account, a server's key by EAGLE3_SERVER_KEY "
             "(in a cluster by the secret that EAGLE3_SERVER_SECRET names)"
         )
-    return place
+    return uri
 
 
 def may_be_hub_id(name: str) -> bool:
@@ -65,19 +65,17 @@ def uri_kind(name: str) -> Literal["hub", "path", "url"]:
 
 @contextmanager
 def redact_secrets() -> Iterator[None]:
-    """Let no exception out whose words, or those of what caused it, hold what may not be shown; also a decorator.
-
-    Stores and their clients put whole URLs into their messages.
+    """Redact the messages of exceptions and of their causes; also a decorator. Clients of stores put whole URLs into them.
 
     Raises:
-        ConnectionError, FileNotFoundError, ValueError, OSError: in place of such an exception, as near to it as can be.
+        ConnectionError, FileNotFoundError, ValueError, OSError: the closest one, instead of an exception with a secret.
     """
     try:
         yield
     except Exception as e:
-        told = redact_text(str(e))
-        if told != str(e):
-            raise _kind(e)(told if type(e) is _kind(e) else f"{type(e).__name__}: {told}") from None
+        text = redact_text(str(e))
+        if text != str(e):
+            raise _kind(e)(text if type(e) is _kind(e) else f"{type(e).__name__}: {text}") from None
         if any(redact_text(str(cause)) != str(cause) for cause in _causes(e)):
             raise e from None
         raise
@@ -86,15 +84,12 @@ def redact_secrets() -> Iterator[None]:
 def _kind(error: Exception) -> type[Exception]:
     if isinstance(error, TimeoutError):
         return ConnectionError
-    return next(
-        (kind for kind in (ConnectionError, FileNotFoundError, ValueError) if isinstance(error, kind)),
-        OSError,
-    )
+    kinds = (ConnectionError, FileNotFoundError, ValueError)
+    return next((kind for kind in kinds if isinstance(error, kind)), OSError)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    while (
-        cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    ) is not None:
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None:
         yield cause
-        error = cause
+        yield from _causes(cause)

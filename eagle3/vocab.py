@@ -50,9 +50,7 @@ class Vocab:
     @property
     def digest(self) -> str:
         """Content digest."""
-        return digest_of(
-            self.d2t.numpy().tobytes(), self.t2d.numpy().tobytes(), self.counts.numpy().tobytes()
-        )
+        return digest_of(*(tensor.numpy().tobytes() for tensor in (self.d2t, self.t2d, self.counts)))
 
 
 class TokenCounter:
@@ -71,13 +69,14 @@ class TokenCounter:
             ValueError: if a supervised token id is not the target's; names the row.
         """
         ids = torch.tensor(row.token_ids, dtype=torch.int64)[torch.tensor(row.loss_mask, dtype=torch.bool)]
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+        if not len(ids):
+            return
+        if not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise ValueError(
                 f"row {row.sample_id}: token ids {int(ids.min())} to {int(ids.max())} do not fit the target's vocabulary of "
                 f"{self.vocab_size}; prepare the shard with this target's tokenizer"
             )
-        if len(ids):
-            self._waiting.append(ids)
+        self._waiting.append(ids)
         self._num_waiting += len(ids)
         if self._num_waiting >= COUNTED_AT_ONCE:
             self._count_waiting()
@@ -91,7 +90,8 @@ class TokenCounter:
     def _count_waiting(self) -> None:
         if self._waiting:
             self._counts += torch.bincount(torch.cat(self._waiting), minlength=self.vocab_size)
-            self._waiting, self._num_waiting = [], 0
+            self._waiting = []
+            self._num_waiting = 0
 
 
 def count_tokens(rows: Iterable[TokenRow], vocab_size: int) -> Tensor:
@@ -168,18 +168,15 @@ def build_vocab(counts: Tensor, size: int, always: Sequence[int]) -> Vocab:
         raise ValueError(
             f"draft vocab must hold the {len(forced)} end-of-turn tokens, got {size}; raise vocab.size"
         )
-    _check_counts(counts)
-    t2d = most_frequent(counts, size, forced)
+    vocab = _vocab_of(most_frequent(counts, size, forced), counts)
     num_known = int((counts > 0).sum()) + int((counts[forced] == 0).sum())
     if num_known < size:
         logger.warning(
-            "only %d distinct tokens are supervised, vocab.size is %d: filled up with the %d lowest unused ids",
+            "only %d distinct tokens are supervised, vocab.size is %d: the lowest unused ids fill it up",
             num_known,
             size,
-            size - num_known,
         )
-    kept = torch.nonzero(t2d).flatten()
-    return Vocab(kept - torch.arange(size), t2d, counts)
+    return vocab
 
 
 def keep_vocab(counts: Tensor, target_ids: Tensor) -> Vocab:
@@ -198,17 +195,18 @@ def keep_vocab(counts: Tensor, target_ids: Tensor) -> Vocab:
             f"the initial draft must map to ascending target ids below {target_size}, got {int(target_ids.min())} to "
             f"{int(target_ids.max())}; set train.init_from to a draft for this target"
         )
-    _check_counts(counts)
     t2d = torch.zeros(target_size, dtype=torch.bool)
     t2d[target_ids] = True
-    return Vocab(target_ids - torch.arange(len(target_ids)), t2d, counts)
+    return _vocab_of(t2d, counts)
 
 
-def _check_counts(counts: Tensor) -> None:
+def _vocab_of(t2d: Tensor, counts: Tensor) -> Vocab:
     if not counts.any():
         raise ValueError(
             "the draft vocab needs supervised tokens, got none; check the loss masks of the shards"
         )
+    kept = torch.nonzero(t2d).flatten()
+    return Vocab(kept - torch.arange(len(kept)), t2d, counts)
 
 
 def save_vocab(path: str | Path, vocab: Vocab) -> str:
@@ -229,8 +227,7 @@ def load_vocab(path: str | Path) -> Vocab:
         vocab = Vocab(tensors["d2t"], tensors["t2d"], tensors["counts"])
     except (OSError, SafetensorError, KeyError) as e:
         raise ValueError(f"{path} is not a readable draft vocab ({e}); delete it and run again") from e
-    fault = _find_fault(vocab)
-    if fault:
+    if fault := _find_fault(vocab):
         raise ValueError(f"{path}: {fault}; delete it and run again")
     return vocab
 

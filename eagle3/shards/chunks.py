@@ -14,7 +14,7 @@ from tempfile import gettempdir
 from typing import Any
 
 from eagle3.files import digest_of, file_sha256, file_size, is_remote, read_bytes, try_lock
-from eagle3.shards.hidden_states import MANIFEST_NAME, check_entry, hidden_state_bytes, parse_manifest
+from eagle3.shards.hidden_states import check_entry, hidden_state_bytes, read_manifest
 from eagle3.shards.tokens import TokenRow
 
 # Before compression. Short rows share a frame, because rows with a common prefix repeat its states.
@@ -101,14 +101,10 @@ def remove_other_chunks(out: str, entries: dict[int, dict[str, Any]]) -> None:
 
 def finished_manifest(out: str | Path) -> dict[str, Any] | None:
     """The manifest of a finished shard; None if it or a chunk is missing or damaged."""
-    root = str(out).rstrip("/")
-    text = read_bytes(f"{root}/{MANIFEST_NAME}")
     try:
-        manifest = parse_manifest(text, f"{root}/{MANIFEST_NAME}")
+        return read_manifest(out)
     except ValueError:
         return None
-    is_whole = all(file_size(f"{root}/{entry['file']}") == entry["bytes"] for entry in manifest["chunks"])
-    return manifest if is_whole else None
 
 
 class Staging:

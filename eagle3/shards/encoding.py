@@ -1,12 +1,12 @@
-"""How hidden states become bytes on disk and states again: the encodings, and the lossless compression under them.
+"""Encode hidden states to bytes on disk and decode them; the lossless compression of these bytes.
 
-`bf16`, `fp16` and `fp32` round to that dtype, which is exact where the engine computes in it. `fp8` is e4m3 (largest value 448)
-with one scale for each token and layer: the smallest power of two under which the state fits, so that states decoded to bfloat16
-are exactly what was stored. Values keep four significant bits down to 2^-13 of the largest activation, 8,192 times smaller; below
-they lose them, and below 2^-19 they are zero.
+`bf16`, `fp16` and `fp32` round to that dtype, which is exact if the engine computes in it. `fp8` is e4m3 (largest value 448) with
+one scale for each token and layer: the smallest power of two with which the state fits, so decoding to bfloat16 is exact. Values
+keep four significant bits down to 2^-13 of the largest activation, 8,192 times smaller; below they lose bits, and below 2^-19
+they are zero.
 
-`zstd` compresses frames of whole rows: the first bytes of all elements, then the second ones (byte shuffle, as in Blosc), then
-Zstandard. Exponents repeat and mantissas do not, so this pays where compressing elements would not.
+`zstd` compresses frames of whole rows: the first bytes of all elements, then the second bytes (byte shuffle, as in Blosc), then
+Zstandard. Exponents repeat and mantissas do not, so shuffled bytes compress and whole elements do not.
 """
 
 import numpy as np
@@ -20,8 +20,7 @@ STORED_DTYPE = {
     "fp8": torch.float8_e4m3fn,
 }
 FP8_MAX = 448.0
-# Level 1 is 1.3 times faster than 3 and hardly larger (SmolLM2 in bf16: 0.620 against 0.617): what is left to find are the
-# frequencies of single bytes.
+# Level 1 is 1.3 times faster than 3 and hardly larger (SmolLM2 in bf16: 0.620 against 0.617).
 ZSTD_LEVEL = 1
 
 
@@ -36,7 +35,7 @@ def encode(states: Tensor, encoding: str) -> tuple[Tensor, Tensor | None]:
         [..., H] storage dtype, and for fp8 the scales [...] float32: state = stored × scale.
 
     Raises:
-        ValueError: on a state that is non-finite or all zero once it is stored.
+        ValueError: on a state that is non-finite or all zero in its storage dtype.
     """
     if encoding == "fp8":
         states = states.float()
@@ -56,7 +55,7 @@ def encode(states: Tensor, encoding: str) -> tuple[Tensor, Tensor | None]:
 
 
 def decode(stored: Tensor, scales: Tensor | None) -> Tensor:
-    """States again: as stored, or for fp8 [..., H] bfloat16, without further rounding.
+    """States from their storage dtype: unchanged, or for fp8 [..., H] bfloat16, without further rounding.
 
     Args:
         stored: [..., H] storage dtype.
@@ -72,11 +71,8 @@ def compress(stored: Tensor) -> bytes:
     import pyarrow as pa
 
     elements = stored.contiguous().view(torch.uint8).numpy().reshape(-1, stored.element_size())
-    return bytes(
-        pa.Codec("zstd", compression_level=ZSTD_LEVEL).compress(
-            np.ascontiguousarray(elements.T), asbytes=True
-        )
-    )
+    codec = pa.Codec("zstd", compression_level=ZSTD_LEVEL)
+    return bytes(codec.compress(np.ascontiguousarray(elements.T), asbytes=True))
 
 
 def decompress(frame: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -87,11 +83,12 @@ def decompress(frame: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
         shape, dtype: of the result; they are not in the frame.
 
     Raises:
-        ValueError: if the frame does not hold exactly that many bytes.
+        ValueError: if the frame holds another number of bytes.
     """
     import pyarrow as pa
 
-    num_elements, width = int(np.prod(shape, dtype=np.int64)), dtype.itemsize
+    num_elements = int(np.prod(shape, dtype=np.int64))
+    width = dtype.itemsize
     if num_elements == 0:
         return torch.empty(shape, dtype=dtype)
     try:
@@ -100,6 +97,6 @@ def decompress(frame: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
         raise ValueError(f"a frame must hold {num_elements * width} bytes of zstd ({e})") from e
     planes = np.frombuffer(data, np.uint8).reshape(width, num_elements)
     elements = np.empty((num_elements, width), np.uint8)
-    for place, plane in enumerate(planes):  # ten times faster than one transposed copy
-        elements[:, place] = plane
+    for position, plane in enumerate(planes):  # ten times faster than one transposed copy
+        elements[:, position] = plane
     return torch.from_numpy(elements).view(dtype).reshape(shape)

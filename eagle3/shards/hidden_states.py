@@ -154,16 +154,15 @@ def check_entry(chunk: dict[str, Any]) -> None:
 
 
 def read_manifest(shard_dir: str | Path) -> dict[str, Any]:
-    """Read and check the manifest of a local shard, and the sizes of its chunk files.
+    """Read and check the manifest of a shard, by path or URL, and the sizes of its chunk files.
 
     Raises:
         ValueError: if it is missing, unreadable, of another format version, or a chunk file is missing or truncated.
     """
-    path = Path(shard_dir) / MANIFEST_NAME
-    manifest = parse_manifest(read_bytes(str(path)), path)
+    root = str(shard_dir).rstrip("/")
+    manifest = parse_manifest(read_bytes(f"{root}/{MANIFEST_NAME}"), f"{root}/{MANIFEST_NAME}")
     for chunk in manifest["chunks"]:
-        file = path.parent / chunk["file"]
-        check_chunk_size(file_size(str(file)), chunk, file)
+        check_chunk_size(file_size(f"{root}/{chunk['file']}"), chunk, f"{root}/{chunk['file']}")
     return manifest
 
 
