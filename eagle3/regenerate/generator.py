@@ -30,7 +30,7 @@ class AnswerGenerator:
         log: answers of earlier attempts are taken from it, new ones are added to it.
 
     Raises:
-        ValueError: if rows have tools and no parser reads the target's calls.
+        ValueError: if rows have tools and the target's chat template shows none or no parser reads its calls.
     """
 
     def __init__(
@@ -44,9 +44,7 @@ class AnswerGenerator:
         self.rows = rows
         self.log = log
         end_ids = end_of_turn_ids(target_dir)
-        scripts = [Script.from_json(row.script) for row in rows if row.script]
-        check_parsers(cfg, any(script.tools for script in scripts))
-        reader = AnswerReader(load_chat_tokenizer(target_dir), cfg) if scripts else None
+        reader = _reader(rows, target_dir, cfg)
         self.sampling = {source: Sampling(*cfg.sampling(source)) for source in {row.source for row in rows}}
         self.episodes: dict[int, Episode] = {}
         for i, row in enumerate(rows):
@@ -96,6 +94,25 @@ class AnswerGenerator:
     def _request(self, i: int) -> Request | None:
         prompt = self.episodes[i].prompt
         return None if prompt is None else Request(prompt, self.sampling[self.rows[i].source])
+
+
+def _reader(rows: Sequence[TokenRow], target_dir: str, cfg: RegenerateConfig) -> AnswerReader | None:
+    """A reader of the target's answers, if any row needs one."""
+    scripted = [row for row in rows if row.script]
+    if not scripted:
+        return None
+    tokenizer = load_chat_tokenizer(target_dir)
+    for row in scripted:
+        if names := [tool["function"]["name"] for tool in Script.from_json(row.script).tools or []]:
+            check_parsers(cfg, has_tools=True)
+            prompt = tokenizer.decode(row.token_ids)
+            if not any(name in prompt for name in names):
+                raise ValueError(
+                    "the target's chat template must show tools, got a prompt without any of "
+                    f"{', '.join(names)}; give target.chat_template, such as workflows/recipes/tools.jinja"
+                )
+            break
+    return AnswerReader(tokenizer, cfg)
 
 
 def outcomes_text(counts: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""BFCL's tool tasks played by a real language model on the real engine, through the stage that users run, with a kill within."""
+"""A real language model answers BFCL's tool tasks on the real engine, in the stage that users run, with a kill."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ def _engines() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPatch]:
+def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPatch]:
     path = tmp_path_factory.mktemp("work")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(path / "home"))
@@ -64,7 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPat
 
 
 @pytest.fixture(scope="module")
-def target(place: pytest.MonkeyPatch) -> Target:
+def target(env: pytest.MonkeyPatch) -> Target:
     template = str(ROOT / "workflows" / "recipes" / "tools.jinja")
     cfg = TargetConfig(name=str(GGUF), public_name="example-org/small", chat_template=template)
     name, revision, digest = identify_target(cfg)
@@ -131,13 +131,13 @@ def kill_the_engine_after(num_answers: int, store: Path) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def test_bfcl_tasks_are_played_and_a_killed_run_goes_on_to_the_same_traces(
-    data: PreparedData, target: Target, place: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
+def test_bfcl_tasks_are_answered_and_a_killed_run_resumes_to_the_same_rows(
+    data: PreparedData, target: Target, env: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
 ) -> None:
     assert data.shards == []
     tasks = [row for shard in data.tool_tasks for row in read_token_shard(shard.file.path)]
     assert [shard.rows for shard in data.tool_tasks] == [2] * len(CATEGORIES)
-    place.setenv("EAGLE3_STORE", str(tmp_path / "killed"))
+    env.setenv("EAGLE3_STORE", str(tmp_path / "killed"))
     kill_the_engine_after(3, tmp_path / "killed")  # in the second shard
     with pytest.raises(RuntimeError, match=r"killed \(signal 9\)"):
         collect(data, target)
@@ -147,24 +147,22 @@ def test_bfcl_tasks_are_played_and_a_killed_run_goes_on_to_the_same_traces(
     found = answers_in(tmp_path / "killed")
     assert (len(found), found[: len(kept)]) == (len(tasks), kept)
 
-    place.setenv("EAGLE3_STORE", str(tmp_path / "whole"))
-    place.setenv("FLYTE_LOCAL_CACHE_OVERWRITE", "true")
+    env.setenv("EAGLE3_STORE", str(tmp_path / "whole"))
+    env.setenv("FLYTE_LOCAL_CACHE_OVERWRITE", "true")
     whole = collect(data, target)
     assert rows_of(resumed) == rows_of(whole)
     assert resumed.digest == whole.digest
     assert resumed.accounts == whole.accounts
 
-    accounts = whole.accounts
-    assert accounts["requested"] == accounts["conversations"] == len(tasks)
-    assert accounts["requested"] == accounts.get("answered", 0) + accounts.get("failed", 0) + accounts.get(
-        "skipped", 0
-    )
-    print(outcomes_text(accounts))
+    counts = whole.accounts
+    assert counts["requested"] == counts["conversations"] == len(tasks)
+    assert counts["requested"] == sum(counts.get(name, 0) for name in ("answered", "failed", "skipped"))
+    print(outcomes_text(counts))
     check_rows(tasks, rows_of(whole), target)
 
 
 def check_rows(tasks: list[TokenRow], rows: list[TokenRow], target: Target) -> None:
-    """The prompt is the task's, with the request and every tool in it; what is supervised is all that follows."""
+    """The prompt is the task's, with the request and every tool in it; all that follows is supervised."""
     tokenizer = load_chat_tokenizer(target.directory.path)
     by_id = {row.sample_id: row for row in tasks}
     for row in rows:

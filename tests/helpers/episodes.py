@@ -1,4 +1,4 @@
-"""Conversations that a target answers as a test tells it to, in the public chat formats."""
+"""Conversations in the public chat formats, which a test answers in the target's place."""
 
 import json
 import re
@@ -25,7 +25,7 @@ ENDS = (
     "<|call|>",
     "<｜end▁of▁sentence｜>",
 )
-# What `vllm serve` would be told for each format: tool parser and reasoning parser.
+# Tool parser and reasoning parser of each format, as `vllm serve` would get them.
 PARSERS = {
     "qwen3": ("hermes", "qwen3"),
     "qwen3-thinking": ("hermes", "qwen3"),

@@ -100,6 +100,14 @@ def test_too_few_rows_are_refused_only_where_all_are_counted() -> None:
         check_rows(cfg, LLAMA31_8B, [replace(SOURCES[0], basis=basis)])
 
 
+def test_rows_with_tools_need_a_tool_parser() -> None:
+    tools = [replace(SOURCES[0], tool_tasks=1)]
+    with pytest.raises(ValueError, match=r"rows with tools need regenerate.tool_parser"):
+        check_rows(settings(), LLAMA31_8B, tools)
+    check_rows(settings(regenerate={"tool_parser": "llama3_json"}), LLAMA31_8B, tools)
+    check_rows(settings(regenerate={"enabled": False}), LLAMA31_8B, tools)
+
+
 def test_chunks_of_one_shuffle_must_fit_the_trainers_disk_budget() -> None:
     cfg = settings(train={"disk_budget_bytes": 10**9})
     with pytest.raises(ValueError, match="lower train.shuffle_chunks or raise train.disk_budget_bytes"):

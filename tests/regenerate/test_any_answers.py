@@ -39,7 +39,7 @@ CALLS = [
 WITH_TOOLS = ("qwen3", "qwen3-thinking", "llama3.1", "mistral", "mistral-spaced", "mistral-legacy", "gpt-oss")
 
 texts = st.lists(st.sampled_from(WORDS), min_size=1, max_size=4).map("".join).filter(str.strip)
-said = st.lists(st.sampled_from([*WORDS, *CALLS, "\n</tool_call>"]), max_size=5).map("".join)
+written = st.lists(st.sampled_from([*WORDS, *CALLS, "\n</tool_call>"]), max_size=5).map("".join)
 calls = st.dictionaries(st.just("city"), st.sampled_from(["Oslo", " Oslo", 2, 2.0, None, [{}]])).map(
     lambda arguments: {"type": "function", "function": {"name": "weather", "arguments": arguments}}
 )
@@ -53,7 +53,7 @@ def conversations(draw: st.DrawFn, with_tools: bool) -> Conversation:
         messages += [Message(role="user", content=draw(texts))] * draw(st.sampled_from([1, 1, 1, 2]))
         if with_tools and draw(st.booleans()):
             made = draw(st.lists(calls, min_size=1, max_size=2))
-            results = [Message(role="tool", content=draw(said)) for _ in range(draw(st.integers(0, 3)))]
+            results = [Message(role="tool", content=draw(written)) for _ in range(draw(st.integers(0, 3)))]
             messages += [Message(role="assistant", content="", tool_calls=made), *results]
         messages.append(Message(role="assistant", content=draw(texts)))
     return Conversation(messages, [WEATHER] if with_tools else None)
@@ -82,7 +82,7 @@ def test_rows_hold_each_answer_once_after_its_prompt_and_the_counts_add_up(
             history = Conversation(episode.messages, conversation.tools)
             rendered = encode_rows(tokenizer, [prompt_row(tokenizer, history, thinking)])[0].token_ids
             assert tokenizer.decode(prompt) == tokenizer.decode(rendered)
-        answer = tokenizer(data.draw(said), add_special_tokens=False)["input_ids"]
+        answer = tokenizer(data.draw(written), add_special_tokens=False)["input_ids"]
         # Bytes of half a character, control tokens anywhere, ids of none of the tokenizer's tokens.
         answer += data.draw(st.lists(st.integers(0, len(tokenizer) + 1), max_size=3))
         answer += data.draw(st.lists(st.sampled_from(ends), max_size=1))

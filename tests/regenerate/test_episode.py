@@ -86,7 +86,7 @@ def test_every_prompt_is_what_serving_would_feed() -> None:
     assert episode.prompt is None
 
 
-def test_other_words_than_the_source_rows_are_the_history_of_what_follows() -> None:
+def test_the_next_prompt_has_the_targets_own_answer() -> None:
     episode = start("smollm2", Conversation(MULTI))
     episode.take(words("smollm2", "Good day to you!<|im_end|>"))
     tokenizer = FORMATS["smollm2"].tokenizer()
@@ -94,7 +94,7 @@ def test_other_words_than_the_source_rows_are_the_history_of_what_follows() -> N
     assert episode.prompt == encode_rows(tokenizer, [prompt_row(tokenizer, asked)])[0].token_ids
 
 
-def test_tokens_that_text_alone_would_not_give_are_kept_as_the_engine_wrote_them() -> None:
+def test_token_ids_that_no_tokenizer_would_write_are_kept() -> None:
     tokenizer = FORMATS["smollm2"].tokenizer()
     letters = [tokenizer.convert_tokens_to_ids(c) for c in "Hello"] + tokenizer.convert_tokens_to_ids(
         ["<|im_end|>"]
@@ -109,7 +109,7 @@ def test_tokens_that_text_alone_would_not_give_are_kept_as_the_engine_wrote_them
     assert [token for token, m in zip(row.token_ids, row.loss_mask, strict=True) if m][:6] == letters
 
 
-def test_words_that_the_template_trims_begin_a_row_of_their_own() -> None:
+def test_after_an_answer_that_the_template_trims_a_new_row_begins() -> None:
     episode = start("llama3.1", Conversation(MULTI))
     answers = [words("llama3.1", "Hello!  <|eot_id|>"), words("llama3.1", "See you!<|eot_id|>")]
     for answer in answers:
@@ -143,7 +143,7 @@ def parallel(*cities: str) -> Conversation:
     )
 
 
-def test_parallel_calls_are_answered_in_the_order_in_which_they_were_made() -> None:
+def test_results_follow_the_order_of_parallel_calls() -> None:
     episode = start("qwen3", parallel("Oslo", "Rome"), thinking=False)
     episode.take(words("qwen3", qwen_call("Rome", "Oslo")))
     text = FORMATS["qwen3"].tokenizer().decode(episode.prompt or [])
@@ -151,8 +151,8 @@ def test_parallel_calls_are_answered_in_the_order_in_which_they_were_made() -> N
         "<tool_response>\nrain in Rome\n</tool_response>\n<tool_response>\nrain in Oslo\n</tool_response>"
         in text
     )
-    for said in ("There.<|im_end|>", "Bye<|im_end|>"):
-        episode.take(words("qwen3", said))
+    for text in ("There.<|im_end|>", "Bye<|im_end|>"):
+        episode.take(words("qwen3", text))
     assert episode.prompt is None
     assert episode.counts == {
         "requested": 2,
@@ -164,7 +164,7 @@ def test_parallel_calls_are_answered_in_the_order_in_which_they_were_made() -> N
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("text", "reason"),
     [
         (qwen_call("Paris"), "call_not_recorded"),
         (qwen_call("Oslo").replace('"arguments": {', '"arguments": '), "bad_form"),
@@ -173,9 +173,11 @@ def test_parallel_calls_are_answered_in_the_order_in_which_they_were_made() -> N
         (qwen_call("Oslo")[:30], "bad_form"),
     ],
 )
-def test_a_call_that_leads_nowhere_ends_the_conversation_counted_and_trained(said: str, reason: str) -> None:
+def test_a_call_that_cannot_be_carried_out_ends_the_conversation_and_is_trained(
+    text: str, reason: str
+) -> None:
     episode = start("qwen3", parallel("Oslo"), thinking=False)
-    answer = words("qwen3", said)
+    answer = words("qwen3", text)
     prompt = list(episode.prompt or [])
     episode.take(answer)
     assert episode.prompt is None
@@ -189,7 +191,7 @@ def test_a_call_that_leads_nowhere_ends_the_conversation_counted_and_trained(sai
     assert row.loss_mask == [False] * len(prompt) + [True] * len(answer.token_ids)
 
 
-def test_calls_without_end_are_ended() -> None:
+def test_a_conversation_that_only_calls_tools_is_ended() -> None:
     episode = start("qwen3", parallel("Oslo"), thinking=False, limits=Limits(2048, 64, max_tool_rounds=3))
     for _ in range(3):
         episode.take(words("qwen3", qwen_call("Oslo")))
@@ -198,7 +200,7 @@ def test_calls_without_end_are_ended() -> None:
     assert len(episode.rows[-1].loss_mask) > 0
 
 
-def test_tasks_that_record_no_result_are_over_with_the_call() -> None:
+def test_a_task_without_recorded_results_ends_with_the_call() -> None:
     episode = start("qwen3", Conversation([user("How is Oslo?")], [WEATHER]), thinking=False)
     episode.take(words("qwen3", qwen_call("Oslo")))
     assert episode.prompt is None
@@ -221,7 +223,7 @@ def test_an_answer_at_the_length_limit_ends_a_conversation_but_is_an_answer_wher
         )
 
 
-def test_an_answer_of_one_token_trains_nothing_and_what_came_before_it_stays() -> None:
+def test_an_answer_of_one_token_trains_nothing_and_earlier_answers_stay() -> None:
     end = words("smollm2", "<|im_end|>")
     episode = start("smollm2", Conversation(MULTI[:1]))
     episode.take(end)
@@ -234,7 +236,7 @@ def test_an_answer_of_one_token_trains_nothing_and_what_came_before_it_stays() -
     assert (episode.counts["answered"], episode.counts["failed"]) == (1, 1)
 
 
-def test_what_would_not_fit_the_engine_is_not_asked() -> None:
+def test_a_prompt_that_does_not_fit_the_engine_is_not_asked() -> None:
     size = len(start("smollm2", Conversation(MULTI)).prompt or [])
     episode = start("smollm2", Conversation(MULTI), limits=Limits(size + 40, 30, 4))
     answer = words("smollm2", "Hello! " * 2 + "<|im_end|>")
@@ -262,7 +264,7 @@ def test_rows_never_train_a_token_twice_and_end_supervised() -> None:
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_a_space_at_the_begin_of_an_answer_that_decoding_cuts_off_begins_no_row(legacy: bool) -> None:
+def test_a_leading_space_that_decoding_drops_begins_no_new_row(legacy: bool) -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
         "{% else %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
@@ -295,7 +297,7 @@ def test_a_space_at_the_begin_of_an_answer_that_decoding_cuts_off_begins_no_row(
         ('{"city": "Oslo"}', {"type": "object", "properties": {"city": "string"}}),
     ],
 )
-def test_an_answer_that_trips_the_code_up_fails_one_conversation_and_is_trained(
+def test_an_unforeseen_error_fails_one_conversation_and_keeps_its_answer(
     arguments: str, schema: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}

@@ -17,7 +17,7 @@ from eagle3.regenerate.answer_log import AnswerLog
 from eagle3.regenerate.answers import Answer, Request, Sampling
 from eagle3.regenerate.generator import AnswerGenerator, check_any_left, outcomes_text, warn_of_limit
 from eagle3.shards.tokens import TokenRow, read_token_shard, write_token_shard
-from tests.data.test_formats import MULTI, assistant, user
+from tests.data.test_formats import MULTI, WEATHER, assistant, user
 from tests.helpers.formats import FORMATS
 
 CFG = RegenerateConfig(temperature=0.0, max_new_tokens=20)
@@ -25,7 +25,7 @@ DONE = TokenRow("done:0", "other", [5, 6, 7], [False, True, True])
 
 
 class Killed(Exception):
-    """As `kill -9` would: nothing of the process is left but what it wrote."""
+    """In place of `kill -9`: only what the process wrote is left."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def chat(*turns: str) -> Conversation:
-    messages = [m for turn in turns for m in (user(turn), assistant("what the source said"))]
+    messages = [m for turn in turns for m in (user(turn), assistant("the source's answer"))]
     return Conversation(messages[:-1])
 
 
@@ -66,7 +66,7 @@ def shard_rows() -> list[TokenRow]:
 
 
 def own_words(prompt: list[int]) -> Answer:
-    """What this target says to a prompt: a word that depends on all of it."""
+    """This target's answer to a prompt: a word that depends on all of it."""
     ids = FORMATS["smollm2"].tokenizer()(f"Number {sum(prompt) % 997}<|im_end|>", add_special_tokens=False)[
         "input_ids"
     ]
@@ -92,9 +92,7 @@ def generate(
     return generator, asked
 
 
-def test_rows_come_out_in_order_and_those_with_answers_as_they_went_in(
-    target_dir: Path, tmp_path: Path
-) -> None:
+def test_rows_keep_their_order_and_rows_with_answers_are_unchanged(target_dir: Path, tmp_path: Path) -> None:
     generator, asked = generate(target_dir, str(tmp_path / "log"))
     rows, counts = generator.result()
     assert [row.sample_id for row in rows] == ["o0:c", "o1:c", "done:0", "o2:c", "o3:c"]
@@ -103,7 +101,7 @@ def test_rows_come_out_in_order_and_those_with_answers_as_they_went_in(
     assert len(asked) == 7
     assert counts == {"conversations": 4, "requested": 7, "answered": 7}
     assert (generator.num_turns_done, generator.num_turns) == (7, 7)
-    # Every answer is the target's to its own history, and what it said is what is supervised.
+    # Every answer is the target's to its own history, and is supervised.
     for row in rows[:2]:
         begin = row.loss_mask.index(True)
         answer = own_words(row.token_ids[:begin]).token_ids
@@ -136,7 +134,7 @@ def test_two_attempts_at_once_lose_nothing(target_dir: Path, tmp_path: Path, uri
     assert [found.find(i, 0, [1, i]) for i in range(3)] == [Answer([7, i], "stop") for i in range(3)]
 
 
-def test_answers_are_written_when_the_log_is_left(target_dir: Path, uri: str) -> None:
+def test_the_log_writes_its_answers_after_an_error(target_dir: Path, uri: str) -> None:
     with pytest.raises(Killed):  # here an error, not a kill: the context is left
         generate(target_dir, uri, 3)
     assert len(generate(target_dir, uri)[1]) == 4
@@ -166,7 +164,7 @@ def test_a_line_that_was_cut_off_is_asked_again(
         b'[0, 0, "KEY", ["a"], ""]',
     ],
 )
-def test_what_a_broken_disk_made_of_the_log_is_asked_again(
+def test_a_line_that_a_broken_disk_changed_is_asked_again(
     target_dir: Path, tmp_path: Path, broken: bytes
 ) -> None:
     whole, asked = generate(target_dir, str(tmp_path / "log"))
@@ -187,7 +185,20 @@ def test_answers_to_other_prompts_are_not_taken(target_dir: Path, tmp_path: Path
     assert len(generate(target_dir, str(tmp_path / "log"))[1]) == 7
 
 
-def test_each_source_is_sampled_as_its_settings_say(target_dir: Path, tmp_path: Path) -> None:
+def test_tools_need_a_parser_and_a_template_that_shows_them(target_dir: Path, tmp_path: Path) -> None:
+    script = script_of(Conversation([user("Hi")], [WEATHER]), None)
+    row = TokenRow("o:c", "chats", [5, 6], [False, False], script.to_json())
+    log = AnswerLog(str(tmp_path / "log"))
+    with pytest.raises(ValueError, match=r"regenerate\.tool_parser, got none"):
+        AnswerGenerator([row], str(target_dir), CFG, 512, log)
+    cfg = RegenerateConfig(tool_parser="hermes")
+    with pytest.raises(
+        ValueError, match=r"chat template must show tools, .* weather; give target\.chat_template"
+    ):
+        AnswerGenerator([row], str(target_dir), cfg, 512, log)
+
+
+def test_each_source_has_its_own_sampling(target_dir: Path, tmp_path: Path) -> None:
     own = {"chats": SamplingConfig(temperature=0.0, max_new_tokens=9)}
     cfg = RegenerateConfig(temperature=0.8, top_p=0.9, max_new_tokens=20, sources=own)
     rows = [*shard_rows(), TokenRow("p:0", "plain", [5, 6], [False, False])]
@@ -199,17 +210,17 @@ def test_each_source_is_sampled_as_its_settings_say(target_dir: Path, tmp_path: 
     assert requests[5] == Request([5, 6], Sampling(0.8, 0.9, 20))
 
 
-def test_where_nothing_is_left_the_counts_say_why_and_what_to_do(target_dir: Path, tmp_path: Path) -> None:
+def test_without_a_row_left_the_error_has_the_counts_and_a_remedy(target_dir: Path, tmp_path: Path) -> None:
     generator = AnswerGenerator(
         [row for row in shard_rows() if row is not DONE], str(target_dir), CFG, 512, AnswerLog(str(tmp_path))
     )
     for i in generator.start():
         assert generator.follow(i, Answer([0], "length")) is None
-    said = (
+    message = (
         r"7 user turns requested = 0 answered \+ 4 failed \(too_short 4\) \+ 3 skipped .*; raise regenerate\."
     )
     rows, counts = generator.result()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         check_any_left(len(rows), counts)
     check_any_left(1, counts)
 
@@ -248,9 +259,7 @@ def test_the_outcome_counts_add_up_in_words(caplog: pytest.LogCaptureFixture) ->
     )
 
 
-def test_the_first_prompt_alone_is_asked_of_a_conversation_whose_later_turns_are_answered_in_the_source() -> (
-    None
-):
+def test_a_script_has_every_message_but_the_answers() -> None:
     script = script_of(Conversation(MULTI), None)
     assert script.messages == MULTI[:1]
     assert script.turns == [[MULTI[2]]]

@@ -118,23 +118,6 @@ def test_a_shard_without_a_row_left_is_left_out_and_none_at_all_is_an_error(
 
 
 @pytest.mark.usefixtures("light")
-def test_tool_tasks_without_a_tool_parser_are_refused_before_an_engine_starts(agents: Agents) -> None:
-    tasks = agents.workplace / "tasks.jsonl"
-    tasks.write_text(json.dumps(task(0)) + "\n")
-    template = agents.workplace / "template.jinja"
-    recipe = write_recipe(
-        agents.workplace / "recipe.yaml",
-        agents.target,
-        write_prompts(agents.workplace / "prompts.jsonl", 0, 4),
-        data={"sources": [{"path": str(tasks), "name": "tasks"}]},
-        target={"chat_template": str(template)},
-    )
-    result = pyflyte_run(recipe)
-    assert result.exit_code != 0
-    assert "rows with tools need regenerate.tool_parser, got none" in " ".join(result.output.split())
-
-
-@pytest.mark.usefixtures("light")
 def test_sampling_of_a_source_that_is_not_there_is_refused_first(agents: Agents) -> None:
     recipe = write_recipe(
         agents.workplace / "recipe.yaml",
