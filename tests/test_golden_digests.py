@@ -22,7 +22,8 @@ from eagle3.config.data import DataConfig, SourceConfig
 from eagle3.config.engine import EngineConfig, RegenerateConfig
 from eagle3.config.training import ExportConfig
 from eagle3.data.prepare import PreparedFiles, prepare_shards
-from eagle3.engine.engine import close_engines, play
+from eagle3.engine import engine as target_engine
+from eagle3.engine.interface import EngineSettings
 from eagle3.export import write_export
 from eagle3.shards.hidden_states import read_hidden_states
 from eagle3.shards.tokens import TokenRow, read_token_shard, summarise_rows
@@ -169,7 +170,7 @@ def test_a_draft_makes_the_same_exported_files(tmp_path: Path) -> None:
 @pytest.fixture
 def closing_engines() -> Iterator[None]:
     yield
-    close_engines()
+    target_engine.stop()
 
 
 @pytest.mark.engine
@@ -178,10 +179,11 @@ def closing_engines() -> Iterator[None]:
 def test_the_engine_gives_the_same_answers_at_temperature_0(tmp_path: Path, target: Path) -> None:
     files = prepared(tmp_path, target, regenerate=True)
     engine = EngineConfig(dtype="float32", max_model_len=512, max_num_seqs=1)
+    settings = EngineSettings.from_dirs(target, engine)
     regenerate, found = RegenerateConfig(temperature=0.0, max_new_tokens=16, tool_parser="hermes"), {}
     for file in [*files.shards, *files.tool_tasks]:
         out, log = tmp_path / f"answered-{file.path.name}", str(tmp_path / f"log-{file.path.stem}")
-        result = play(target, file.path, out, log, engine, regenerate)
+        result = target_engine.regenerate(settings, file.path, out, log, regenerate)
         assert summarise_rows(read_token_shard(out)).digest == result["digest"]
         found[file.path.stem] = result["digest"]
     assert found == ANSWERED_SHARDS

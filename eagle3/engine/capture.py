@@ -7,7 +7,6 @@ token: the target's own choice after the row's last token, for which the capture
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle3.config.engine import ExtractConfig
+from eagle3.engine.interface import Add
 from eagle3.shards.tokens import TokenRow
 from eagle3.shards.writer import HiddenStateWriter
 from eagle3.targets.weights import TargetTensors, load_target_tensors
@@ -33,7 +33,6 @@ STALL_S = 60.0
 # Part of every shard's digest: raise it when a change here, in the connector or in reference.py changes what is stored, and with
 # it the cache version in workflows/tasks/extract_hidden_states.py.
 CAPTURE_VERSION = 1
-Add = Callable[[int, Tensor, int], None]
 
 
 class ShardSink:

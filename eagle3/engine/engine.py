@@ -1,10 +1,7 @@
-"""The target's engine as three functions: generate, play, capture. The engine itself lives in a worker process, kept warm.
+"""The target's engine: start it, let it generate, regenerate a token shard, capture hidden states, and stop it.
 
-A call with equal settings finds its engine ready, so the shards of one stage share one start; other settings close it first,
-because two engines do not fit in memory. The worker ends when this process does, however that ends: its stdin closes.
-
-All three take `tensor_parallel_size`, GPUs that share the target, and `watch`, which shows how it goes; the first two `server_url` of
-a running vLLM server, which then does the work instead of an engine of ours.
+The engine runs in a process of its own and stays warm: a call with equal settings finds it ready, so the shards of one stage share
+one start. Other settings stop it first, because two engines do not fit in memory. It ends with this process, however that ends.
 """
 
 import atexit
@@ -13,143 +10,152 @@ import logging
 import shutil
 import threading
 import time
-from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from eagle3.config.engine import EngineConfig, ExtractConfig, RegenerateConfig
-from eagle3.engine.process import WorkerProcess
+from eagle3.config.engine import ExtractConfig, RegenerateConfig
+from eagle3.engine import jobs
+from eagle3.engine.interface import EngineSettings, Generation
+from eagle3.engine.process import EngineProcess, Job
 from eagle3.engine.progress import Watch
 from eagle3.files import is_remote
-from eagle3.regenerate.answers import Answer
+from eagle3.regenerate.answers import Sampling
 from eagle3.shards.chunks import finished_manifest, row_bytes
 from eagle3.shards.tokens import read_token_shard
-from eagle3.targets.properties import check_max_model_len
 
 logger = logging.getLogger(__name__)
 _lock = threading.RLock()
-_worker: WorkerProcess | None = None
+_running: EngineProcess | None = None
 
 
-@dataclass(frozen=True)
-class Generation:
-    """Answers in the order of their prompts, and what making them took.
+def start(settings: EngineSettings) -> EngineProcess:
+    """The running engine if it has these settings, else a new one, after the running one has ended.
 
-    seconds: generation alone, no start-up. num_drafts: speculative rounds. num_accepted_tokens: accepted draft tokens.
-    accepted_per_position: of these, how many at draft position 1 … k; empty without a draft.
+    Raises:
+        ValueError: if the engine's library is not installed, or the engine cannot be built with these settings.
+        EngineDied: if it fails otherwise.
     """
+    global _running
+    with _lock:
+        if _running is not None and _running.settings == settings and _running.is_alive():
+            return _running
+        stop()
+        if find_spec(settings.library) is None:
+            raise ValueError(
+                f"{settings.library} is not installed here; set engine.engine to transformers, the slow reference"
+            )
+        if settings.library == "transformers":
+            logger.warning("engine: transformers is the slow reference; use vllm where it runs")
+        _running = EngineProcess(settings)
+        return _running
 
-    answers: list[Answer]
-    seconds: float
-    generated_tokens: int
-    num_drafts: int
-    num_accepted_tokens: int
-    accepted_per_position: list[int]
+
+def stop() -> None:
+    """End the engine, if one runs; the next call starts another."""
+    global _running
+    with _lock:
+        if _running is not None:
+            _running.end()
+        _running = None
+
+
+atexit.register(stop)
+
+
+def run(settings: EngineSettings, job: Job, watch: Watch) -> Any:
+    """Run a job (see eagle3.engine.jobs) in an engine with these settings and return its result.
+
+    Raises:
+        ValueError, EngineDied: as EngineProcess.run.
+    """
+    with _lock, watch:
+        return start(settings).run(job, watch)
 
 
 def generate(
-    target_dir: str | Path,
+    settings: EngineSettings,
     prompts: list[list[int]],
-    engine: EngineConfig,
-    *,
-    temperature: float,
-    top_p: float,
-    max_new_tokens: int,
-    seed: int,
-    draft_dir: str | Path | None = None,
-    num_speculative_tokens: int = 0,
-    ignore_eos: bool = False,
-    tensor_parallel_size: int = 1,
-    server_url: str = "",
+    sampling: Sampling,
+    seed: int = 0,
     watch: Watch | None = None,
 ) -> Generation:
     """Answer prompts with the target, token ids in and out.
 
     Args:
+        settings: without `layer_ids`; with `speculation` a draft proposes tokens, greedily.
         prompts: token ids, each at least one and fewer than `engine.max_model_len`.
-        temperature: 0 is greedy.
         seed: of the engine; the same prompts in the same call give the same answers.
-        draft_dir: exported draft for speculative decoding; drafts are greedy.
-        num_speculative_tokens: k, with a draft only.
+        watch: shows the progress.
 
     Raises:
         ValueError: if a prompt is empty or leaves no room for an answer.
         EngineDied: if the engine fails or is killed; carries its own message.
     """
     for i, prompt in enumerate(prompts):
-        _check_prompt(f"prompt {i}", prompt, engine)
+        _check_prompt(f"prompt {i}", prompt, settings)
     if not prompts:
-        return Generation([], 0.0, 0, 0, 0, [])
-    _checked_config(target_dir, engine)
-    settings = _settings(
-        target_dir, engine, None, draft_dir, num_speculative_tokens, tensor_parallel_size, server_url
-    )
-    sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
-    request = {"op": "generate", "prompts": prompts, "sampling": {**sampling, "ignore_eos": ignore_eos}}
-    result = _run(settings, request, watch or Watch("generate"))
-    return Generation(**{**result, "answers": [Answer(**a) for a in result["answers"]]})
+        return Generation([])
+    job = partial(jobs.generate, prompts=prompts, sampling=sampling, seed=seed)
+    generation: Generation = run(settings, job, watch or Watch("generate"))
+    return generation
 
 
-def play(
-    target_dir: str | Path,
+def regenerate(
+    settings: EngineSettings,
     token_shard_path: str | Path,
     out: str | Path,
-    log_place: str,
-    engine: EngineConfig,
-    regenerate: RegenerateConfig,
-    tensor_parallel_size: int = 1,
-    server_url: str = "",
+    log_uri: str,
+    cfg: RegenerateConfig,
     watch: Watch | None = None,
 ) -> dict[str, Any]:
     """Let the target answer the waiting rows of a token shard, turn by turn on its own history.
 
     Args:
-        out: token shard to write, whole or not at all; none if no row is left.
-        log_place: directory or fsspec URL in which answers are kept as they come; one for one shard and one set of settings. What
-            an earlier attempt left there is not asked again.
+        settings: without `layer_ids`; `server_url` lets a running vLLM server answer.
+        out: token shard to write, atomically; none if no row is left.
+        log_uri: directory or fsspec URL in which answers are kept as they come; one for one shard and one set of settings.
+            Answers of an earlier attempt are not asked for again.
+        watch: shows the progress.
 
     Returns:
-        rows, tokens, supervised_tokens and digest of the written shard; counts, as eagle3.regenerate.generator.Player.result.
+        rows, tokens, supervised_tokens and digest of the written shard; counts, as AnswerGenerator.result.
 
     Raises:
-        ValueError: if a prompt leaves no room for an answer, or the chat template cannot play the shard's conversations.
+        ValueError: if a prompt leaves no room for an answer, or the chat template cannot write the shard's conversations.
         EngineDied: if the engine fails or is killed; answers are kept.
     """
-    _checked_config(target_dir, engine)
     for row in read_token_shard(token_shard_path):
         if not any(row.loss_mask):
-            _check_prompt(f"{token_shard_path}: row {row.sample_id}", row.token_ids, engine)
-    request = {
-        "op": "play",
-        "token_shard_path": _resolved(token_shard_path),
-        "out": _resolved(out),
-        "log_place": _resolved(log_place),
-        "regenerate": regenerate.model_dump(),
-        "max_model_len": engine.max_model_len,
-    }
-    settings = _settings(target_dir, engine, None, None, 0, tensor_parallel_size, server_url)
-    return _run(settings, request, watch or Watch("regenerate"))
+            _check_prompt(f"{token_shard_path}: row {row.sample_id}", row.token_ids, settings)
+    job = partial(
+        jobs.regenerate,
+        token_shard_path=_resolved(token_shard_path),
+        out=_resolved(out),
+        log_uri=_resolved(log_uri),
+        cfg=cfg,
+    )
+    result: dict[str, Any] = run(settings, job, watch or Watch("regenerate"))
+    return result
 
 
 def capture(
-    target_dir: str | Path,
+    settings: EngineSettings,
     token_shard_path: str | Path,
     out: str | Path,
-    layer_ids: list[int],
-    engine: EngineConfig,
     extract: ExtractConfig,
     info: dict[str, Any],
-    tensor_parallel_size: int = 1,
     watch: Watch | None = None,
 ) -> dict[str, Any]:
-    """Capture the hidden states of one token shard into one hidden-state shard, going on from what an earlier attempt left.
+    """Capture the hidden states of one token shard into one hidden-state shard; resumes after the last finished chunk.
 
     Args:
-        out: directory or fsspec URL of the shard; one place for one shard and one set of settings.
-        layer_ids: aux layers, ascending; the last hidden state is captured besides them.
+        settings: with `layer_ids`, ascending; the last hidden state is captured too.
+        out: directory or fsspec URL of the shard; one for one shard and one set of settings.
         info: goes into the manifest, with the engine's version and settings: target name and revision.
+        watch: shows the progress.
 
     Returns:
         The manifest.
@@ -160,57 +166,47 @@ def capture(
             cannot be written; finished chunks are kept.
         OSError: if the store at `out` does not answer.
     """
-    config = _checked_config(target_dir, engine)
-    _check_layer_ids(layer_ids, config["num_hidden_layers"])
+    config = json.loads((Path(settings.target_dir) / "config.json").read_text())
+    _check_layer_ids(settings.layer_ids, config["num_hidden_layers"])
     if (done := finished_manifest(out)) is not None:
         logger.info("%s was finished by an earlier attempt", out)
         return done
-    _check_shard(token_shard_path, out, len(layer_ids), config["hidden_size"], engine, extract)
-    places = {"token_shard_path": _resolved(token_shard_path), "out": _resolved(out)}
-    request = {
-        "op": "capture",
-        **places,
-        "layer_ids": layer_ids,
-        "extract": extract.model_dump(),
-        "info": info,
-    }
-    settings = _settings(target_dir, engine, layer_ids, None, 0, tensor_parallel_size, "")
-    return _run_capture(settings, request, watch or Watch("extract"))
+    _check_shard(settings, token_shard_path, out, extract, config["hidden_size"])
+    job = partial(
+        jobs.capture,
+        token_shard_path=_resolved(token_shard_path),
+        out=_resolved(out),
+        extract=extract,
+        info=info,
+    )
+    began = time.perf_counter()
+    manifest, cached_tokens = run(settings, job, watch or Watch("extract"))
+    logger.info(
+        "captured %d tokens, %.3f GB, in %.1f s, start-up included; %d came from the prefix cache",
+        manifest["tokens"],
+        manifest["bytes"] / 1e9,
+        time.perf_counter() - began,
+        cached_tokens,
+    )
+    captured: dict[str, Any] = manifest
+    return captured
 
 
-def close_engines() -> None:
-    """End the worker and its engine, if there is one; the next call starts another."""
-    global _worker
-    with _lock:
-        if _worker is not None:
-            _worker.end()
-        _worker = None
+def _resolved(uri: str | Path) -> str:
+    """The URI for an engine process that was started in another working directory."""
+    return str(uri) if is_remote(uri) else str(Path(uri).resolve())
 
 
-atexit.register(close_engines)
-
-
-def _checked_config(target_dir: str | Path, engine: EngineConfig) -> dict[str, Any]:
-    """The target's config.json; refuses an engine that is longer than it allows."""
-    config: dict[str, Any] = json.loads((Path(target_dir) / "config.json").read_text())
-    check_max_model_len(engine.max_model_len, config)
-    return config
-
-
-def _resolved(place: str | Path) -> str:
-    """The place as a worker finds it that was started in another working directory."""
-    return str(place) if is_remote(place) else str(Path(place).resolve())
-
-
-def _check_layer_ids(layer_ids: list[int], depth: int) -> None:
-    if not layer_ids or layer_ids != sorted(set(layer_ids)) or layer_ids[0] < 0 or layer_ids[-1] > depth:
+def _check_layer_ids(layer_ids: tuple[int, ...] | None, depth: int) -> None:
+    ids = list(layer_ids or ())
+    if not ids or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] > depth:
         raise ValueError(
-            f"layer_ids must be ascending, unique and within 0 … {depth}, the target's depth; got {layer_ids}"
+            f"layer_ids must be ascending, unique and within 0 … {depth}, the target's depth; got {ids}"
         )
 
 
-def _check_prompt(name: str, prompt: list[int], engine: EngineConfig) -> None:
-    longest = engine.max_model_len - 1
+def _check_prompt(name: str, prompt: list[int], settings: EngineSettings) -> None:
+    longest = settings.engine.max_model_len - 1
     if not 0 < len(prompt) <= longest:
         raise ValueError(
             f"{name} has {len(prompt)} tokens; 1 … {longest} fit, raise engine.max_model_len or shorten it"
@@ -218,104 +214,33 @@ def _check_prompt(name: str, prompt: list[int], engine: EngineConfig) -> None:
 
 
 def _check_shard(
+    settings: EngineSettings,
     token_shard_path: str | Path,
     out: str | Path,
-    num_aux: int,
-    hidden_size: int,
-    engine: EngineConfig,
     extract: ExtractConfig,
+    hidden_size: int,
 ) -> None:
+    """Refuse rows that the engine does not take, and states that the disk does not hold."""
     rows = read_token_shard(token_shard_path)
+    longest = settings.engine.max_model_len
     for row in rows:
-        if not 0 < len(row.token_ids) <= engine.max_model_len:
+        if not 0 < len(row.token_ids) <= longest:
             raise ValueError(
                 f"{token_shard_path}: row {row.sample_id} has {len(row.token_ids)} tokens; "
-                f"1 … {engine.max_model_len} fit, raise engine.max_model_len or lower data.max_tokens"
+                f"1 … {longest} fit, raise engine.max_model_len or lower data.max_tokens"
             )
+    num_aux = len(settings.layer_ids or ())
     sizes = [row_bytes(row, num_aux, hidden_size, extract.encoding) for row in rows]
-    # Chunks on their way to a store lie in the temporary directory, one at a time.
-    directory = Path(gettempdir() if is_remote(out) else out)
-    needed = min(sum(sizes), extract.chunk_bytes + max(sizes)) if is_remote(out) else sum(sizes)
+    directory, needed = Path(out), sum(sizes)
+    if is_remote(out):  # chunks wait in the temporary directory, one at a time, until they are uploaded
+        directory, needed = Path(gettempdir()), min(sum(sizes), extract.chunk_bytes + max(sizes))
     directory.mkdir(parents=True, exist_ok=True)
-    there = sum(f.stat().st_size for f in directory.glob("chunk-*.safetensors"))
+    present = sum(f.stat().st_size for f in directory.glob("chunk-*.safetensors"))
     free = shutil.disk_usage(directory).free
     text = (
-        f"{out}: the states of {sum(len(r.token_ids) for r in rows)} tokens need {sum(sizes) / 1e9:.3f} GB as {extract.encoding} "
-        f"before compression, {needed / 1e9:.3f} GB in {directory}; {free / 1e9:.3f} GB are free there"
+        f"{out}: the states of {sum(len(r.token_ids) for r in rows)} tokens need {sum(sizes) / 1e9:.3f} GB as "
+        f"{extract.encoding} before compression, {needed / 1e9:.3f} GB in {directory}; {free / 1e9:.3f} GB are free there"
     )
     logger.info(text)
-    if needed - there > free:
+    if needed - present > free:
         raise ValueError(f"{text}; free some, lower data.rows_per_shard, or set extract.encoding to fp8")
-
-
-def _settings(
-    target_dir: str | Path,
-    engine: EngineConfig,
-    layer_ids: list[int] | None,
-    draft_dir: str | Path | None,
-    num_speculative_tokens: int,
-    tensor_parallel_size: int,
-    server_url: str,
-) -> dict[str, Any]:
-    """What an engine is built from; equal settings share one. Sizes and times of files tell when a path was written again."""
-    reference = engine.engine == "transformers" and not server_url
-    if tensor_parallel_size > 1 and (reference or server_url):
-        logger.warning(
-            "tensor_parallel_size %d is ignored: only an engine of ours is split over GPUs",
-            tensor_parallel_size,
-        )
-    return {
-        "target_dir": str(Path(target_dir).resolve()),
-        "engine": engine.model_dump(),
-        # The reference model serves every purpose as it is.
-        "layer_ids": None if reference else layer_ids,
-        "draft_dir": None if draft_dir is None else str(Path(draft_dir).resolve()),
-        "num_speculative_tokens": num_speculative_tokens,
-        "tensor_parallel_size": tensor_parallel_size,
-        "server_url": server_url,
-        "files": [_file_stamp(d) for d in (target_dir, draft_dir) if d is not None],
-    }
-
-
-def _file_stamp(directory: str | Path) -> list[list[Any]]:
-    files = sorted([*Path(directory).glob("*.safetensors"), *Path(directory).glob("*.json")])
-    return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-
-
-def _run(settings: dict[str, Any], request: dict[str, Any], watch: Watch) -> dict[str, Any]:
-    with _lock, watch:
-        library = "httpx" if settings["server_url"] else settings["engine"]["engine"]
-        worker = _ready_worker(library)
-        if worker.settings != settings:
-            worker.stop_engine()
-            worker = _ready_worker(library)
-            worker.settings = settings
-            worker.ask({"op": "start", "settings": settings})
-        result: dict[str, Any] = worker.ask(request, watch)
-        return result
-
-
-def _run_capture(settings: dict[str, Any], request: dict[str, Any], watch: Watch) -> dict[str, Any]:
-    """The manifest; what it took is logged."""
-    start = time.perf_counter()
-    result = _run(settings, request, watch)
-    manifest: dict[str, Any] = result["manifest"]
-    seconds, size_gb = time.perf_counter() - start, manifest["bytes"] / 1e9
-    text = "captured %d tokens, %.3f GB, in %.1f s, start-up included; %d came from the prefix cache"
-    logger.info(text, manifest["tokens"], size_gb, seconds, result["cached_tokens"])
-    return manifest
-
-
-def _ready_worker(library: str) -> WorkerProcess:
-    global _worker
-    if _worker is not None and (_worker.library != library or _worker.process.poll() is not None):
-        close_engines()
-    if _worker is None:
-        if find_spec(library) is None:
-            raise ValueError(
-                f"{library} is not installed here; set engine.engine to transformers, the slow reference"
-            )
-        if library == "transformers":
-            logger.warning("engine: transformers is the slow reference; use vllm where it runs")
-        _worker = WorkerProcess(library)
-    return _worker

@@ -6,10 +6,9 @@ thread here puts them on `captured`. Both ends share a random key; nothing is un
 """
 
 import json
-import os
-import secrets
 import threading
 from dataclasses import dataclass
+from multiprocessing import current_process
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from queue import Queue, SimpleQueue
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 
 SENDER_ROWS = 8
-KEY_VARIABLE = "EAGLE3_HANDOVER_KEY"
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,7 @@ class Receiver:
     def __init__(self) -> None:
         self.directory = TemporaryDirectory(prefix="eagle3-")
         self.address = str(Path(self.directory.name) / "states")
-        os.environ.setdefault(KEY_VARIABLE, secrets.token_hex())
-        self.listener = Listener(self.address, "AF_UNIX", authkey=bytes.fromhex(os.environ[KEY_VARIABLE]))
+        self.listener = Listener(self.address, "AF_UNIX", authkey=current_process().authkey)
         threading.Thread(target=self._receive, name="receive-states", daemon=True).start()
 
     def _receive(self) -> None:
@@ -74,9 +71,7 @@ class Sender:
     """Rank 0's end: sends in order, from a thread, so that the engine goes on meanwhile."""
 
     def __init__(self, address: str) -> None:
-        self.connection: Connection = Client(
-            address, "AF_UNIX", authkey=bytes.fromhex(os.environ[KEY_VARIABLE])
-        )
+        self.connection: Connection = Client(address, "AF_UNIX", authkey=current_process().authkey)
         self.waiting: Queue[CapturedStates] = Queue(SENDER_ROWS)
         threading.Thread(target=self._send, name="send-states", daemon=True).start()
 

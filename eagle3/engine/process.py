@@ -1,135 +1,216 @@
-"""The engine's worker process as its parent sees it: started with the right environment, asked, told to stop, outlived."""
+"""The process that holds an engine: started, asked and ended by EngineProcess; `_serve` is what runs in it.
 
-import json
+Importing vLLM takes 12 s, building an engine 7 s, and only a process that ends gives all memory back. So a fork server imports
+once, and every engine is a process forked from it; next to a GPU it is spawned. Jobs and replies are pickled through a Connection.
+"""
+
 import logging
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import traceback
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from select import select
+from types import ModuleType
 from typing import Any
 
-from eagle3.engine.progress import Progress
+from eagle3.engine.interface import AnsweringEngine, EngineSettings
+from eagle3.engine.progress import Progress, Report
 from eagle3.errors import EngineDied, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[Progress], None]
+Job = Callable[[Any, Report], Any]
+# What a fork server imports, by library.
+MODULES = {
+    "vllm": "eagle3.engine.vllm_import",
+    "transformers": "eagle3.engine.reference",
+    "httpx": "eagle3.engine.server.engine",
+}
+# multiprocessing's own fork server may run already, for other work and without the engine's imports and environment.
+_fork_servers: dict[str, forkserver.ForkServer] = {}
 
 
-class WorkerProcess:
-    """The worker process. `settings` are those of the engine it holds, None while it holds none."""
+@dataclass(frozen=True)
+class Result:
+    """What a job returned."""
 
-    def __init__(self, library: str) -> None:
-        self.library = library
-        self.settings: dict[str, Any] | None = None
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "eagle3.engine.worker", library],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=_environment(library),
-        )
+    value: Any
 
-    def ask(self, request: dict[str, Any], on_progress: OnProgress | None = None) -> Any:
-        """Send one request and wait for its result; an engine that failed is not used again.
+
+@dataclass(frozen=True)
+class Failure:
+    """What a job raised. is_permanent: the same job would raise it again."""
+
+    text: str
+    is_permanent: bool
+
+    @classmethod
+    def from_error(cls, error: Exception) -> "Failure":
+        """Other errors may pass: of an engine on several GPUs all are RuntimeErrors, whatever went wrong on one of them."""
+        text = str(error) or repr(error)
+        if is_out_of_memory(error):
+            remedy = "lower engine.max_num_seqs or engine.max_num_batched_tokens, or raise fanout.tensor_parallel_size"
+            return cls(f"{text}; {remedy}", True)
+        return cls(text, isinstance(error, ValueError | NotImplementedError))
+
+
+class EngineProcess:
+    """One engine in a process of its own, until `end`.
+
+    Raises:
+        ValueError: if the engine cannot be built with these settings.
+        EngineDied: if it fails otherwise.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        context: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
+        if forks_engines():
+            context = multiprocessing.get_context("forkserver")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(settings, theirs), name="engine")
+        with self._ended_on_failure():
+            _start(self.process, settings.library)
+            theirs.close()
+            self._receive(None)
+
+    def is_alive(self) -> bool:
+        """Whether it can take a job."""
+        return self.process.exitcode is None
+
+    def run(self, job: Job, on_progress: OnProgress | None = None) -> Any:
+        """Run a job in the process and return its result; a process in which a job failed ends.
 
         Args:
-            on_progress: hears about once a second how far the job is; if it fails, it is not called again and the job goes on.
+            job: pickled, so a function of a module, or a partial of one.
+            on_progress: called about once a second; if it fails, it is not called again and the job continues.
+
+        Raises:
+            ValueError: what the job raised and would raise again.
+            EngineDied: any other error of the job, or the process died.
         """
-        assert self.process.stdin is not None
+        with self._ended_on_failure():
+            try:
+                self.connection.send(job)
+            except OSError:
+                raise self._death() from None
+            return self._receive(on_progress)
+
+    def end(self) -> None:
+        """Kill the process and those that it started: an orderly end takes a second and frees no more."""
+        if self.process.pid is not None:
+            with suppress(ProcessLookupError):  # it may not lead a group yet
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
+            self.process.join()
+        self.connection.close()
+
+    @contextmanager
+    def _ended_on_failure(self) -> Iterator[None]:
         try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            reply = self._next_reply(on_progress)
-        except BrokenPipeError:
-            reply = {"died": self.process.wait()}
-        except BaseException:  # Ctrl-C: the reply may still come, and nobody would take it
+            yield
+        except BaseException:  # Ctrl-C too: the reply may still come, and nothing would take it
             self.end()
             raise
-        if "died" in reply:
-            self.end()
-            if request["op"] == "stop":
-                return None
-            raise EngineDied(_death_message(reply["died"]))
-        if "error" in reply:
-            self.stop_engine()
-            raise (ValueError if reply["is_value_error"] else EngineDied)(reply["error"])
-        return reply["result"]
 
-    def _next_reply(self, on_progress: OnProgress | None) -> dict[str, Any]:
-        """The reply behind any number of lines that tell of progress."""
-        assert self.process.stdout is not None
-        while (line := self.process.stdout.readline()).endswith("\n"):
-            reply: dict[str, Any] = json.loads(line)
-            if "progress" not in reply:
-                return reply
+    def _receive(self, on_progress: OnProgress | None) -> Any:
+        """The job's result, after any number of progress reports."""
+        while True:
+            # Workers of a killed engine keep its end of the connection open for a while.
+            if self.connection not in wait([self.connection, self.process.sentinel]):
+                raise self._death()
+            try:
+                reply = self.connection.recv()
+            except (EOFError, OSError):
+                raise self._death() from None
+            if isinstance(reply, Result):
+                return reply.value
+            if isinstance(reply, Failure):
+                raise (ValueError if reply.is_permanent else EngineDied)(reply.text)
             try:
                 if on_progress:
-                    on_progress(Progress(**reply["progress"]))
+                    on_progress(reply)
             except Exception as e:
                 logger.warning("progress is not shown any more: %s", e, exc_info=True)
                 on_progress = None
-        return {"died": self.process.wait()}
 
-    def stop_engine(self) -> None:
-        """Give the engine's memory back; where the process cannot fork, it ends with its engine."""
-        if self.settings is None:
-            return
-        self.settings = None
-        if forks_engines():
-            self.ask({"op": "stop"})
-        else:
-            self.end()
-
-    def end(self) -> None:
-        """Close the pipe, which ends the process, and wait for it."""
-        self.settings = None
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.close()
-            self.process.wait(timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            self.process.kill()
-            self.process.wait()
-
-
-def error_reply(error: Exception) -> dict[str, Any]:
-    """The reply that carries an error, which passes in another try or not. Where several GPUs share a target, the engine raises
-    RuntimeError whatever went wrong on one of them: that may pass."""
-    text, is_short = str(error) or repr(error), is_out_of_memory(error)
-    if is_short:
-        text += "; lower engine.max_num_seqs or engine.max_num_batched_tokens, or raise fanout.tensor_parallel_size"
-    return {"error": text, "is_value_error": is_short or isinstance(error, ValueError | NotImplementedError)}
-
-
-def _death_message(status: int) -> str:
-    if status == -signal.SIGKILL:
-        return (
-            "the engine process was killed (signal 9), most likely for lack of memory; "
-            "lower engine.max_num_seqs, engine.max_num_batched_tokens or engine.cpu_kv_cache_gib, or give it more memory"
-        )
-    how = f"was ended by signal {-status}" if status < 0 else f"ended with exit code {status}"
-    return f"the engine process {how}; its last lines on stderr say why"
+    def _death(self) -> EngineDied:
+        self.process.join()
+        status = self.process.exitcode or 0
+        if status == -signal.SIGKILL:
+            return EngineDied(
+                "the engine process was killed (signal 9), most likely for lack of memory; lower engine.max_num_seqs, "
+                "engine.max_num_batched_tokens or engine.cpu_kv_cache_gib, or give it more memory"
+            )
+        how = f"was ended by signal {-status}" if status < 0 else f"ended with exit code {status}"
+        return EngineDied(f"the engine process {how}; its last lines on stderr say why")
 
 
 def forks_engines() -> bool:
-    """Whether one worker serves several engines, each in a fork of it.
+    """Whether engines are forked: on Linux without a GPU.
 
-    Only on Linux, where no system library keeps threads of its own, and not beside a GPU: a CUDA driver that anything touched
-    during the import does not survive a fork, and there the import costs little against the engine's own start.
+    System libraries of other platforms keep threads of their own, and a CUDA driver that the import touched does not survive a
+    fork; next to a GPU the import takes little time compared with the engine's own start.
     """
     return sys.platform == "linux" and not has_gpu()
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA GPU is there; asks no driver."""
+    """Whether an NVIDIA GPU is present; asks no driver."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _start(process: BaseProcess, library: str) -> None:
+    """Start a process with an environment of its own and without the parent's main module, for which multiprocessing has no
+    arguments: importing that module takes seconds with flytekit, and would run a script without a guard again."""
+    no_main = {"__main__": ModuleType("__main__")}
+    environment = _environment(library)
+    if not forks_engines():
+        with _changed(os.environ, environment), _changed(sys.modules, no_main):
+            process.start()
+        return
+    if library not in _fork_servers:
+        _fork_servers[library] = forkserver.ForkServer()
+        _fork_servers[library].set_forkserver_preload([MODULES[library]])
+    server = _fork_servers[library]
+    with _changed(os.environ, environment):
+        server.ensure_running()
+    own_server = {"connect_to_new_process": server.connect_to_new_process}
+    with _changed(vars(forkserver), own_server), _changed(sys.modules, no_main):
+        try:
+            process.start()
+        except EOFError:
+            raise EngineDied(
+                f"the process that imports {library} ended; its last lines on stderr say why"
+            ) from None
+
+
+@contextmanager
+def _changed(entries: MutableMapping[str, Any], changes: dict[str, Any]) -> Iterator[None]:
+    before = {name: entries[name] for name in changes if name in entries}
+    entries.update(changes)
+    try:
+        yield
+    finally:
+        for name in changes:
+            del entries[name]
+        entries.update(before)
 
 
 def _environment(library: str) -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    env = {"PYTHONPATH": _joined(root, "PYTHONPATH")}
     # Targets are directories by now: nothing has to be asked of a hub.
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if library != "vllm":
@@ -139,18 +220,73 @@ def _environment(library: str) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     }
-    # vLLM warns of settings that are chosen here on purpose; its errors come back as exceptions.
-    for name, value in (
-        ("VLLM_LOGGING_LEVEL", "ERROR"),
-        ("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        ("PYTHONWARNINGS", "ignore"),
-    ):
-        env.setdefault(name, value)
+    defaults = {
+        # vLLM warns of settings that are chosen here on purpose; its errors come back as exceptions.
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore",
+    }
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.exists() and not has_gpu():
-        env["LD_PRELOAD"] = os.pathsep.join([str(openmp), *filter(None, [os.environ.get("LD_PRELOAD")])])
+        env["LD_PRELOAD"] = _joined(str(openmp), "LD_PRELOAD")
         # Idle threads that spin for the default 200 ms take the cores from everything else (vllm/utils/ompmultiprocessing.py).
-        env.setdefault("KMP_BLOCKTIME", "5")
+        defaults["KMP_BLOCKTIME"] = "5"
         # Unset, a forked child is bound to one core ("disabled" aborts it): half the speed on two cores.
-        env.setdefault("KMP_AFFINITY", "none")
-    return env
+        defaults["KMP_AFFINITY"] = "none"
+    return env | {name: os.environ.get(name, value) for name, value in defaults.items()}
+
+
+def _joined(path: str, variable: str) -> str:
+    """The path in front of those that the variable has."""
+    return os.pathsep.join([path, *filter(None, [os.environ.get(variable)])])
+
+
+def _serve(settings: EngineSettings, connection: Connection) -> None:
+    """Build one engine and run jobs, until one fails or the other end is closed."""
+    os.setsid()  # one group with the engine's workers, out of reach of Ctrl-C: the parent ends them all
+    os.dup2(2, 1)  # what libraries print does not mix with the parent's output
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        engine = _build(settings)
+        connection.send(Result(None))
+        for job in _jobs(connection):
+            with Report(partial(_send_progress, connection)) as report:
+                value = job(engine, report)
+            connection.send(Result(value))
+    except Exception as e:
+        traceback.print_exc()
+        connection.send(Failure.from_error(e))
+
+
+def _build(settings: EngineSettings) -> AnsweringEngine:
+    if settings.library == "httpx":
+        from eagle3.engine.server.engine import ServerEngine
+
+        return ServerEngine(settings)
+    if settings.library == "transformers":
+        from eagle3.engine.reference import ReferenceEngine
+
+        return ReferenceEngine(settings)
+    from eagle3.engine.vllm_import import VllmEngine
+
+    return VllmEngine(settings)
+
+
+def _jobs(connection: Connection) -> Iterator[Job]:
+    with suppress(EOFError):
+        while True:
+            yield connection.recv()
+
+
+def _send_progress(connection: Connection, progress: Progress) -> None:
+    """Unless the connection is full: a parent that reads nothing while it uploads a Deck must not stop the engine."""
+    if select([], [connection], [], 0)[1]:
+        connection.send(progress)
+
+
+def _end_with_parent() -> None:
+    """Kill this process and its workers when the parent is gone, also in the middle of a job: nothing waits for the result."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)

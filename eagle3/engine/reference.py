@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from eagle3.engine.capture import Add
+from eagle3.engine.interface import Add, EngineSettings, Generation
 from eagle3.engine.progress import Report
 from eagle3.regenerate.answers import Answer, Follow, Request, Sampling
 from eagle3.shards.tokens import TokenRow
@@ -20,18 +20,16 @@ BATCH_TOKENS = 4096
 
 
 class ReferenceEngine:
-    """The same two jobs as VllmEngine, with the whole model in this process."""
+    """The same jobs as VllmEngine, with the whole model in this process."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self.target_dir: str = settings["target_dir"]
-        self.draft_dir: str | None = settings["draft_dir"]
-        self.num_speculative_tokens: int = settings["num_speculative_tokens"]
-        self.dtype: str = settings["engine"]["dtype"]
-        self.max_num_seqs: int = settings["engine"]["max_num_seqs"]
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.max_num_seqs = settings.engine.max_num_seqs
+        self.end_ids = end_of_turn_ids(settings.target_dir)
         # The reference drafter is plain CPU code.
-        self.device = "cuda" if torch.cuda.is_available() and self.draft_dir is None else "cpu"
+        self.device = "cuda" if torch.cuda.is_available() and settings.speculation is None else "cpu"
         model = AutoModelForCausalLM.from_pretrained(
-            self.target_dir, dtype=getattr(torch, self.dtype), local_files_only=True
+            settings.target_dir, dtype=getattr(torch, settings.engine.dtype), local_files_only=True
         )
         self.model = model.to(self.device).eval()
         self.model.generation_config = GenerationConfig()  # its sampling defaults would mix into every call
@@ -43,29 +41,29 @@ class ReferenceEngine:
             "engine_version": f"transformers {version('transformers')}",
             "torch_version": torch.__version__,
             "device": self.device,
-            "dtype": self.dtype,
+            "dtype": self.settings.engine.dtype,
             "last_layer_id": self.model.config.num_hidden_layers,
         }
 
     @torch.no_grad()
-    def capture(self, rows: list[TokenRow], layer_ids: list[int], add: Add) -> int:
-        """Hand every row's states to `add`, in batches of similar length; returns 0, nothing comes from a cache."""
+    def capture(self, rows: list[TokenRow], add: Add) -> int:
+        """Give every row's states to `add`, in batches of similar length; returns 0, nothing comes from a cache."""
         lengths = [len(r.token_ids) for r in rows]
         for batch in self._batches_in_order(lengths):
-            states, last = self._states([rows[i].token_ids for i in batch], layer_ids)
+            states, last = self._states([rows[i].token_ids for i in batch])
             for j, i in enumerate(batch):
-                row_states, n = states[j, : lengths[i]], lengths[i]
-                add(i, row_states.cpu(), int(self.model.lm_head(last[j, n - 1]).argmax()))
+                next_token = int(self.model.lm_head(last[j, lengths[i] - 1]).argmax())
+                add(i, states[j, : lengths[i]].cpu(), next_token)
         return 0
 
     def _batches_in_order(self, lengths: list[int]) -> Iterator[list[int]]:
-        """Batches of similar length, each from a few neighbours: chunks of a shard are to be finished one after the other."""
+        """Batches of similar length, each from a few neighbours, so that a shard's chunks are finished one after the other."""
         window = 4 * self.max_num_seqs
         for first in range(0, len(lengths), window):
             for batch in batches(lengths[first : first + window], self.max_num_seqs):
                 yield [first + i for i in batch]
 
-    def _states(self, token_ids: list[list[int]], layer_ids: list[int]) -> tuple[Tensor, Tensor]:
+    def _states(self, token_ids: list[list[int]]) -> tuple[Tensor, Tensor]:
         """[B, T, A + 1, H] states, the last before the final norm, and [B, T, H] after it.
 
         transformers' hidden_states[N] is after the norm: the state before it is what goes into the norm.
@@ -80,98 +78,86 @@ class ReferenceEngine:
             )
         finally:
             hook.remove()
+        assert self.settings.layer_ids is not None
         depth = self.model.config.num_hidden_layers
-        wanted = [kept[-1] if k == depth else output.hidden_states[k] for k in [*layer_ids, depth]]
+        layers = [*self.settings.layer_ids, depth]
+        wanted = [kept[-1] if k == depth else output.hidden_states[k] for k in layers]
         return torch.stack(wanted, dim=2), output.last_hidden_state
 
-    def generate(
-        self, prompts: list[list[int]], sampling: Sampling, seed: int, report: Report
-    ) -> dict[str, Any]:
-        """Answer every prompt; a Generation as a dict."""
-        stop_ids = self._stop_ids(sampling)
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int, report: Report) -> Generation:
+        """Answer every prompt."""
         torch.manual_seed(seed)
         start = time.perf_counter()
-        rounds = 0
-        accepted: list[int] = []
-        if self.draft_dir is not None:
+        if self.settings.speculation is not None:
             answers, rounds, accepted = self._speculate(prompts, sampling, report)
-        else:
-            found: dict[int, list[int]] = {}
-            for i, ids in self._sample(prompts, sampling):
-                found[i] = ids
-                report.add(len(ids), 1)
-                report.tell()
-            answers = [found[i] for i in range(len(prompts))]
-        return {
-            "answers": [
-                {"token_ids": a, "finish_reason": "stop" if a[-1] in stop_ids else "length"} for a in answers
-            ],
-            "seconds": time.perf_counter() - start,
-            "generated_tokens": sum(map(len, answers)),
-            "num_drafts": rounds,
-            "num_accepted_tokens": sum(accepted),
-            "accepted_per_position": accepted,
-        }
+            return Generation(answers, time.perf_counter() - start, rounds, tuple(accepted))
+        found: dict[int, Answer] = {}
+        for i, answer in self._sample(prompts, sampling):
+            found[i] = answer
+            report.add(len(answer.token_ids), 1)
+            report.tell()
+        return Generation([found[i] for i in range(len(prompts))], time.perf_counter() - start)
 
-    def play(self, requests: dict[int, Request], follow: Follow, seed: int, report: Report) -> None:
-        """Answer every conversation's request, and what follows on the answer, round by round until nothing does."""
+    def answer(self, requests: dict[int, Request], follow: Follow, seed: int, report: Report) -> None:
+        """Answer every conversation's request, and what `follow` returns for the answer, round by round."""
         torch.manual_seed(seed)
         while requests:
             following: dict[int, Request | None] = {}
             for sampling in sorted({r.sampling for r in requests.values()}, key=str):
-                alike = [i for i, r in requests.items() if r.sampling == sampling]
-                prompts = [requests[i].prompt for i in alike]
-                stop_ids = self._stop_ids(sampling)
-                for n, ids in self._sample(prompts, sampling):
-                    request = follow(alike[n], Answer(ids, "stop" if ids[-1] in stop_ids else "length"))
-                    following[alike[n]] = request
-                    report.add(len(ids), request is None)
+                numbers = [i for i, r in requests.items() if r.sampling == sampling]
+                for n, answer in self._sample([requests[i].prompt for i in numbers], sampling):
+                    request = follow(numbers[n], answer)
+                    following[numbers[n]] = request
+                    report.add(len(answer.token_ids), request is None)
                     report.tell()
             requests = {i: request for i, request in following.items() if request}
 
-    def _stop_ids(self, sampling: Sampling) -> list[int]:
-        return [] if sampling.ignore_eos else end_of_turn_ids(self.target_dir)
-
-    def _sample(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[tuple[int, list[int]]]:
+    def _sample(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[tuple[int, Answer]]:
         """(number of the prompt, answer), batch by batch."""
-        stop_ids = self._stop_ids(sampling)
-        longest = sampling.max_new_tokens
+        longest, end_ids = sampling.max_new_tokens, self._end_ids(sampling)
         config = GenerationConfig(
-            max_new_tokens=longest, eos_token_id=stop_ids or None, pad_token_id=0, **_how(sampling)
+            max_new_tokens=longest, eos_token_id=end_ids or None, pad_token_id=0, **_how(sampling)
         )
-        lengths = [len(p) + longest for p in prompts]
-        for batch in batches(lengths, self.max_num_seqs):
+        for batch in batches([len(p) + longest for p in prompts], self.max_num_seqs):
             ids, mask = _padded([prompts[i] for i in batch], self.device, left=True)
             output = self.model.generate(ids, attention_mask=mask, generation_config=config)
-            for i, answer in zip(batch, output[:, ids.shape[1] :].tolist(), strict=True):
-                end = next((n + 1 for n, token in enumerate(answer) if token in stop_ids), len(answer))
-                yield i, answer[:end]
+            for i, written in zip(batch, output[:, ids.shape[1] :].tolist(), strict=True):
+                end = next((n + 1 for n, token in enumerate(written) if token in end_ids), len(written))
+                yield i, _answer(written[:end], end_ids)
+
+    def _end_ids(self, sampling: Sampling) -> list[int]:
+        return [] if sampling.ignore_eos else self.end_ids
 
     def _speculate(
         self, prompts: list[list[int]], sampling: Sampling, report: Report
-    ) -> tuple[list[list[int]], int, list[int]]:
+    ) -> tuple[list[Answer], int, list[int]]:
+        """Answers, rounds, and accepted draft tokens by position."""
         from eagle3.draft.decode import ReferenceDraft, speculative_generate
 
         if sampling.temperature > 0:
             raise ValueError(
                 f"the reference engine speculates only at temperature 0, got {sampling.temperature}; use engine: vllm"
             )
-        assert self.draft_dir is not None
-        draft = ReferenceDraft.load(
-            self.draft_dir, self.model.get_input_embeddings().weight, self.model.dtype
-        )
-        k, stop_ids = self.num_speculative_tokens, self._stop_ids(sampling)
+        speculation = self.settings.speculation
+        assert speculation is not None
+        embedding = self.model.get_input_embeddings().weight
+        draft = ReferenceDraft.load(speculation.draft_dir, embedding, self.model.dtype)
+        k, end_ids = speculation.num_tokens, self._end_ids(sampling)
         answers, rounds, accepted = [], 0, [0] * k
         for prompt in prompts:
-            answer, more_rounds, more = speculative_generate(
-                self.model, draft, prompt, sampling.max_new_tokens, k, stop_ids
+            written, more_rounds, more = speculative_generate(
+                self.model, draft, prompt, sampling.max_new_tokens, k, end_ids
             )
-            answers.append(answer)
-            report.add(len(answer), 1)
+            answers.append(_answer(written, end_ids))
+            report.add(len(written), 1)
             report.tell()
             rounds += more_rounds
             accepted = [a + b for a, b in zip(accepted, more, strict=True)]
         return answers, rounds, accepted
+
+
+def _answer(token_ids: list[int], end_ids: list[int]) -> Answer:
+    return Answer(token_ids, "stop" if token_ids[-1] in end_ids else "length")
 
 
 def _how(sampling: Sampling) -> dict[str, Any]:
@@ -199,11 +185,10 @@ def batches(lengths: list[int], max_rows: int) -> list[list[int]]:
 def _padded(token_ids: list[list[int]], device: str, left: bool) -> tuple[Tensor, Tensor]:
     """[B, T] int64 ids and attention mask (1 where real)."""
     width = max(map(len, token_ids))
-    ids, mask = (
-        torch.zeros(len(token_ids), width, dtype=torch.int64),
-        torch.zeros(len(token_ids), width, dtype=torch.int64),
-    )
+    ids = torch.zeros(len(token_ids), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
     for row, tokens in enumerate(token_ids):
-        place = slice(width - len(tokens), width) if left else slice(0, len(tokens))
-        ids[row, place], mask[row, place] = torch.tensor(tokens), 1
+        real = slice(width - len(tokens), width) if left else slice(0, len(tokens))
+        ids[row, real] = torch.tensor(tokens)
+        mask[row, real] = 1
     return ids.to(device), mask.to(device)

@@ -21,8 +21,9 @@ from eagle3.draft.acceptance import AcceptanceCounts, find_hits, guess, walk
 from eagle3.draft.batch import pack_rows
 from eagle3.draft.model import Eagle3Draft, load_exported
 from eagle3.engine import engine as target_engine
-from eagle3.engine.engine import Generation
+from eagle3.engine.interface import EngineSettings, Generation, Speculation
 from eagle3.engine.progress import Report, Watch
+from eagle3.regenerate.answers import Sampling
 from eagle3.shards.hidden_states import HiddenStateRow, read_hidden_states
 from eagle3.shards.tokens import TokenRow, read_token_shard, write_token_shard
 from eagle3.targets.properties import end_of_turn_ids
@@ -102,16 +103,14 @@ def _answer_twice(job: Job, rows: list[TokenRow]) -> tuple[Generation, Generatio
     """The target's greedy text without the draft, k tokens past the longest answer, and its answers with the draft."""
     settings = job.engine.model_copy(update={"dtype": job.cfg.dtype, "max_num_seqs": job.cfg.concurrency})
     prompts, length, k = [r.token_ids for r in rows], job.cfg.max_new_tokens, job.cfg.num_speculative_tokens
-    how: dict[str, Any] = {
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "seed": 0,
-        "tensor_parallel_size": job.tensor_parallel_size,
-    }
-    ask = partial(target_engine.generate, job.target_dir, prompts, settings, **how)
-    plain = ask(max_new_tokens=length + k, ignore_eos=True, watch=job.watch("evaluate without draft"))
-    with_draft: dict[str, Any] = {"draft_dir": job.export_dir, "num_speculative_tokens": k}
-    return plain, ask(max_new_tokens=length, **with_draft, watch=job.watch("evaluate with draft"))
+    build = partial(
+        EngineSettings.from_dirs, job.target_dir, settings, tensor_parallel_size=job.tensor_parallel_size
+    )
+    longer = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=length + k, ignore_eos=True)
+    plain = target_engine.generate(build(), prompts, longer, watch=job.watch("evaluate without draft"))
+    greedy = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=length)
+    drafted = build(speculation=Speculation(job.export_dir, k))
+    return plain, target_engine.generate(drafted, prompts, greedy, watch=job.watch("evaluate with draft"))
 
 
 def _content(
@@ -190,17 +189,15 @@ def _capture_answers(job: Job, rows: list[TokenRow], written: list[list[int]], s
         whole.append(TokenRow(row.sample_id, row.source, row.token_ids + ids, mask))
     write_token_shard(f"{scratch}/answers.parquet", whole)
     draft_config = json.loads((Path(job.export_dir) / "config.json").read_text())
-    target_engine.capture(
+    settings = EngineSettings.from_dirs(
         job.target_dir,
-        f"{scratch}/answers.parquet",
-        f"{scratch}/states",
-        draft_config["eagle_aux_hidden_state_layer_ids"],
         job.engine.model_copy(update={"dtype": job.cfg.dtype}),
-        ExtractConfig(encoding=EXACT_ENCODING[job.cfg.dtype], compression="none"),
-        {},
-        job.tensor_parallel_size,
-        watch=job.watch("evaluate: capture the answers"),
+        layer_ids=draft_config["eagle_aux_hidden_state_layer_ids"],
+        tensor_parallel_size=job.tensor_parallel_size,
     )
+    extract = ExtractConfig(encoding=EXACT_ENCODING[job.cfg.dtype], compression="none")
+    watch = job.watch("evaluate: capture the answers")
+    target_engine.capture(settings, f"{scratch}/answers.parquet", f"{scratch}/states", extract, {}, watch)
     return f"{scratch}/states"
 
 

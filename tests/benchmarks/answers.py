@@ -18,7 +18,8 @@ import yaml
 from eagle3.config.data import DataConfig, SourceConfig
 from eagle3.config.engine import EngineConfig, RegenerateConfig, TargetConfig
 from eagle3.data.prepare import prepare_shards
-from eagle3.engine.engine import close_engines, play
+from eagle3.engine import engine as target_engine
+from eagle3.engine.interface import EngineSettings
 from eagle3.files import digest_of
 from eagle3.targets.resolve import fetch_target, identify_target
 
@@ -81,9 +82,11 @@ def _answer(recipe: dict[str, Any], target_dir: Path, out: Path) -> None:
     heldout = SourceConfig(path=recipe["heldout"], name="heldout")
     data = DataConfig(**recipe["data"], sources=[SourceConfig(path=recipe["prompts"], name="train")])
     prepared = prepare_shards(heldout, target_dir, data, True, out)
+    settings = EngineSettings.from_dirs(target_dir, engine)
     for file in prepared.shards:
-        play(target_dir, file.path, file.path, str(out / f"log-{file.path.stem}"), engine, cfg)
-    close_engines()
+        log_uri = str(out / f"log-{file.path.stem}")
+        target_engine.regenerate(settings, file.path, file.path, log_uri, cfg)
+    target_engine.stop()
 
 
 def _made_once(directory: Path, make: Callable[[Path], None]) -> Path:

@@ -1,6 +1,6 @@
 """Speed of capture against the same engine doing plain prefill, and against transformers: tokens per second, alternating.
 
-Every side has a worker process of its own, as eagle3.engine starts them; all are alive at once and idle while another works, so
+Every side has an engine process of its own, as eagle3.engine starts them; all are alive at once and idle while another works, so
 that a slow minute of the machine meets all of them. A round is one shard of a recipe's answered prompts on every side, prefix
 caches emptied first: prefill of each row and one generated token. Capture counts from the token shard to the manifest of the
 hidden-state shard. Ends non-zero if a goal is missed.
@@ -11,14 +11,18 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from eagle3.config.engine import EngineConfig, ExtractConfig
-from eagle3.engine.engine import _settings
-from eagle3.engine.process import WorkerProcess
+from eagle3.engine import jobs
+from eagle3.engine.interface import EngineSettings
+from eagle3.engine.process import EngineProcess, Job
+from eagle3.engine.progress import Report
+from eagle3.regenerate.answers import Sampling
 from eagle3.shards.tokens import read_token_shard, write_token_shard
 from eagle3.targets.properties import aux_layer_ids
 from eagle3.targets.weights import check_target_dir
@@ -27,10 +31,14 @@ from tests.benchmarks.meter import tree_cpu_s
 from tests.benchmarks.results import table, write_json
 
 PLAIN, TRANSFORMERS = "plain prefill", "transformers"
-CAPTURES = {"capture bf16 zstd": ("bf16", "zstd"), "capture fp32": ("fp32", "none")}
+CAPTURES: dict[str, tuple[Any, Any]] = {
+    "capture bf16 zstd": ("bf16", "zstd"),
+    "capture fp32": ("fp32", "none"),
+}
 # Of every capture: wall tokens per second over the other side's, at least.
 GOALS = {PLAIN: 0.93, TRANSFORMERS: 1.2}
 WARM_UP_ROWS = 8
+ONE_TOKEN = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=1, ignore_eos=True)
 Figures = dict[str, float]
 
 
@@ -85,20 +93,18 @@ def speed_table(summary: dict[str, Any]) -> str:
     return table(header, rows)
 
 
+def empty_cache(engine: Any, report: Report) -> None:
+    """Forget the prefixes of earlier rounds; the reference keeps none."""
+    if hasattr(engine, "reset"):
+        engine.reset()
+
+
 @dataclass
 class Side:
-    """One engine, ready in its worker, and the request that is one round."""
+    """One engine, ready in its process, and how its states are stored; None: plain prefill stores none."""
 
-    worker: WorkerProcess
-    request: dict[str, Any]
-
-    @classmethod
-    def start(cls, settings: dict[str, Any], request: dict[str, Any]) -> "Side":
-        """Start worker and engine."""
-        worker = WorkerProcess(settings["engine"]["engine"])
-        worker.settings = settings
-        worker.ask({"op": "start", "settings": settings})
-        return cls(worker, request)
+    process: EngineProcess
+    extract: ExtractConfig | None
 
     def measure(self, path: Path, out: Path) -> Figures:
         """Send one shard through the engine, its states, if there are any, to `out`.
@@ -108,16 +114,17 @@ class Side:
         """
         rows = read_token_shard(path)
         tokens = sum(len(row.token_ids) for row in rows)
-        if self.request["op"] == "capture":
-            request = self.request | {"token_shard_path": str(path.resolve()), "out": str(out.resolve())}
+        job: Job = partial(jobs.generate, prompts=[row.token_ids for row in rows], sampling=ONE_TOKEN, seed=0)
+        if self.extract is not None:
             shutil.rmtree(out, ignore_errors=True)
-        else:
-            request = self.request | {"prompts": [row.token_ids for row in rows]}
-        if self.worker.library == "vllm":
-            self.worker.ask({"op": "reset"})
-        cpu_s, start = tree_cpu_s(self.worker.process.pid), time.perf_counter()
-        self.worker.ask(request)
-        seconds, cpu_s = time.perf_counter() - start, tree_cpu_s(self.worker.process.pid) - cpu_s
+            paths = {"token_shard_path": str(path.resolve()), "out": str(out.resolve())}
+            job = partial(jobs.capture, **paths, extract=self.extract, info={})
+        self.process.run(empty_cache)
+        pid = self.process.process.pid
+        assert pid is not None
+        cpu_s, start = tree_cpu_s(pid), time.perf_counter()
+        self.process.run(job)
+        seconds, cpu_s = time.perf_counter() - start, tree_cpu_s(pid) - cpu_s
         return {
             "tokens_per_s": tokens / seconds,
             "tokens_per_cpu_s": tokens / cpu_s,
@@ -131,24 +138,23 @@ def start_sides(answers: Answers) -> dict[str, Side]:
     """Start all engines, with the same settings; both captures share one."""
     config = check_target_dir(answers.target_dir)
     layer_ids = aux_layer_ids([], config["num_hidden_layers"])
-    engine = answers.engine
-    sampling = {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 1, "seed": 0, "ignore_eos": True}
-    capture = {"op": "capture", "layer_ids": layer_ids, "info": {}}
+    reference = answers.engine.model_copy(update={"engine": "transformers"})
 
-    def settings(of_engine: EngineConfig, layers: list[int] | None) -> dict[str, Any]:
-        return _settings(answers.target_dir, of_engine, layers, None, 0, 1, "")
+    def started(engine: EngineConfig, layers: list[int] | None) -> EngineProcess:
+        return EngineProcess(EngineSettings.from_dirs(answers.target_dir, engine, layer_ids=layers))
 
-    def storage(side: str) -> dict[str, Any]:
-        encoding, compression = CAPTURES[side]
-        return {"extract": ExtractConfig(encoding=encoding, compression=compression).model_dump()}
-
-    first, second = CAPTURES
-    sides = {PLAIN: Side.start(settings(engine, None), {"op": "generate", "sampling": sampling})}
-    sides[first] = Side.start(settings(engine, layer_ids), capture | storage(first))
-    sides[second] = Side(sides[first].worker, capture | storage(second))
-    reference = engine.model_copy(update={"engine": "transformers"})
-    sides[TRANSFORMERS] = Side.start(settings(reference, layer_ids), capture | storage(first))
-    return sides
+    first, second = (
+        ExtractConfig(encoding=encoding, compression=compression)
+        for encoding, compression in CAPTURES.values()
+    )
+    capturing = started(answers.engine, layer_ids)
+    first_name, second_name = CAPTURES
+    return {
+        PLAIN: Side(started(answers.engine, None), None),
+        first_name: Side(capturing, first),
+        second_name: Side(capturing, second),
+        TRANSFORMERS: Side(started(reference, layer_ids), first),
+    }
 
 
 def run_rounds(sides: dict[str, Side], shard: Path, num_rounds: int, out: Path) -> dict[str, list[Figures]]:
@@ -178,7 +184,7 @@ def main() -> int:
         rounds = run_rounds(sides, answers.shards[0], arguments.rounds, out)
     finally:
         for side in sides.values():
-            side.worker.end()
+            side.process.end()
         shutil.rmtree(out)
     summary = summarise(rounds)
     write_json(arguments.out / "capture.json", summary)

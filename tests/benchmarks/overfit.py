@@ -16,15 +16,16 @@ from eagle3.config.engine import EngineConfig, EvaluateConfig, ExtractConfig
 from eagle3.config.training import ExportConfig, TrainConfig
 from eagle3.data.chat import load_chat_tokenizer, render_prompt
 from eagle3.engine.engine import capture, generate
+from eagle3.engine.interface import EngineSettings
 from eagle3.evaluation.benchmark import evaluate
 from eagle3.export import write_export
+from eagle3.regenerate.answers import Sampling
 from eagle3.shards.tokens import TokenRow, write_token_shard
 from eagle3.targets.properties import aux_layer_ids
 from eagle3.training.launch import TrainJob, train_in_processes
 from eagle3.vocab import build_vocab, count_tokens, save_vocab
 
 NUM_CONVERSATIONS, K, SERVED_TOKENS = 20, 3, 48
-GREEDY: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "seed": 0, "ignore_eos": True}
 
 
 def overfit(
@@ -43,7 +44,8 @@ def overfit(
     """
     config = json.loads((target_dir / "config.json").read_text())
     layer_ids = aux_layer_ids([], config["num_hidden_layers"])
-    answers = generate(target_dir, prompts, engine, max_new_tokens=SERVED_TOKENS + 2 * K, **GREEDY).answers
+    greedy = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=SERVED_TOKENS + 2 * K, ignore_eos=True)
+    answers = generate(EngineSettings.from_dirs(target_dir, engine), prompts, greedy).answers
     rows = [TokenRow(str(i), "overfit", p, [False] * len(p)) for i, p in enumerate(prompts)]
     write_token_shard(work / "prompts.parquet", rows)
     answered = [
@@ -53,15 +55,9 @@ def overfit(
         for row, a in zip(rows, answers, strict=True)
     ]
     write_token_shard(work / "answers.parquet", answered)
-    capture(
-        target_dir,
-        work / "answers.parquet",
-        work / "states",
-        layer_ids,
-        engine,
-        ExtractConfig(encoding="fp32"),
-        {},
-    )
+    capturing = EngineSettings.from_dirs(target_dir, engine, layer_ids=layer_ids)
+    extract = ExtractConfig(encoding="fp32")
+    capture(capturing, work / "answers.parquet", work / "states", extract, {})
     counts = count_tokens(answered, config["vocab_size"])
     save_vocab(work / "vocab.safetensors", build_vocab(counts, min(config["vocab_size"], 4096), []))
     job = TrainJob(

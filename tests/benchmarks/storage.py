@@ -24,7 +24,8 @@ from eagle3.config.training import ExportConfig, TrainConfig
 from eagle3.draft.acceptance import AcceptanceCounts, find_hits, guess, walk_batch
 from eagle3.draft.batch import pack_rows
 from eagle3.draft.model import load_exported
-from eagle3.engine.engine import capture, close_engines
+from eagle3.engine.engine import capture, stop
+from eagle3.engine.interface import EngineSettings
 from eagle3.export import write_export
 from eagle3.shards.hidden_states import read_hidden_states, read_manifest
 from eagle3.shards.tokens import read_token_shard
@@ -131,10 +132,11 @@ def storage_tables(sizes: list[dict[str, Any]], drafts: list[dict[str, Any]]) ->
 def capture_exact(answers: Answers, layer_ids: list[int], out: Path) -> list[Path]:
     """Capture all shards in float32, without compression."""
     shards = [out / path.stem for path in answers.shards]
+    settings = EngineSettings.from_dirs(answers.target_dir, answers.engine, layer_ids=layer_ids)
     for path, shard in zip(answers.shards, shards, strict=True):
         extract = ExtractConfig(encoding="fp32", compression="none")
-        capture(answers.target_dir, path, shard, layer_ids, answers.engine, extract, {})
-    close_engines()
+        capture(settings, path, shard, extract, {})
+    stop()
     return shards
 
 

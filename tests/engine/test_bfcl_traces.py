@@ -18,7 +18,7 @@ from eagle3.data.chat import load_chat_tokenizer
 from eagle3.data.script import Script
 from eagle3.data.sources import without_places
 from eagle3.engine import engine as target_engine
-from eagle3.engine.engine import close_engines
+from eagle3.engine.engine import stop
 from eagle3.regenerate.generator import outcomes_text
 from eagle3.shards.tokens import TokenRow, read_token_shard
 from eagle3.targets.resolve import identify_target
@@ -50,7 +50,7 @@ pytestmark = [
 @pytest.fixture(scope="module", autouse=True)
 def _engines() -> Iterator[None]:
     yield
-    close_engines()
+    stop()
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import random
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eagle3.config.engine import EngineConfig, ExtractConfig
-from eagle3.engine import engine as target_engine
-from eagle3.engine.engine import capture, close_engines, generate
+from eagle3.engine.engine import capture, generate, stop
+from eagle3.engine.interface import EngineSettings
+from eagle3.errors import EngineDied
+from eagle3.regenerate.answers import Sampling
 from eagle3.shards.hidden_states import read_hidden_states
 from eagle3.shards.tokens import TokenRow, write_token_shard
 from eagle3.targets.properties import aux_layer_ids
 from eagle3.targets.weights import load_target_tensors
+from tests.helpers.engine_jobs import engine_pid
 from tests.helpers.factories import greedy_answer, tiny_target
 
 pytestmark = pytest.mark.engine
@@ -39,7 +42,7 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module", autouse=True)
 def _engines() -> Iterator[None]:
     yield
-    close_engines()
+    stop()
 
 
 def save_target(directory: Path, model_type: str, **sizes: int) -> PreTrainedModel:
@@ -99,12 +102,11 @@ def capture_rows(
     out: Path,
     engine: EngineConfig,
     layer_ids: list[int] = LAYER_IDS,
-    **how: Any,
+    num_ranks: int = 1,
 ) -> dict[str, Any]:
     write_token_shard(out.with_suffix(".parquet"), rows)
-    return capture(
-        target, out.with_suffix(".parquet"), out, layer_ids, engine, FLOAT32, {"target": "tiny"}, **how
-    )
+    settings = EngineSettings.from_dirs(target, engine, layer_ids=layer_ids, tensor_parallel_size=num_ranks)
+    return capture(settings, out.with_suffix(".parquet"), out, FLOAT32, {"target": "tiny"})
 
 
 def cached_tokens(caplog: pytest.LogCaptureFixture) -> int:
@@ -152,7 +154,7 @@ def test_a_target_split_over_two_ranks_hands_over_the_same_states(tmp_path: Path
         "vocab_size": 128,
     }
     model, rows = save_target(tmp_path / "target", "llama", **sizes), random_rows()[:12]
-    manifest = capture_rows(tmp_path / "target", rows, tmp_path / "states", CHUNKED, tensor_parallel_size=2)
+    manifest = capture_rows(tmp_path / "target", rows, tmp_path / "states", CHUNKED, num_ranks=2)
     assert manifest["info"]["tensor_parallel_size"] == 2
     assert manifest["checks"]["next_tokens_agreed"] == 12
     assert_states_are_the_models(model, rows, tmp_path / "states")
@@ -176,19 +178,18 @@ def test_stored_last_state_norm_and_head_give_the_targets_next_token(tmp_path: P
 def test_greedy_answers_are_the_models_own(tmp_path: Path, model_type: str) -> None:
     model = save_target(tmp_path, model_type)
     prompts = [r.token_ids[:40] for r in random_rows()]
-    greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 24, "seed": 0}
-    generation = generate(tmp_path, prompts, CHUNKED, **greedy)
+    greedy = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=24)
+    settings = EngineSettings.from_dirs(tmp_path, CHUNKED)
+    generation = generate(settings, prompts, greedy)
     for prompt, given in zip(prompts, generation.answers, strict=True):
         assert (given.token_ids, given.finish_reason) == greedy_answer(model, prompt, 24, END)
     assert {a.finish_reason for a in generation.answers} == {"stop", "length"}
-    endless = generate(tmp_path, prompts, CHUNKED, ignore_eos=True, **greedy)
+    endless = generate(settings, prompts, replace(greedy, ignore_eos=True))
     assert {len(a.token_ids) for a in endless.answers} == {24}
-    assert (generation.num_drafts, generation.accepted_per_position) == (0, [])
+    assert (generation.num_drafts, generation.accepted_per_position) == (0, ())
     assert generation.generated_tokens == sum(len(a.token_ids) for a in generation.answers)
-    sampled = [
-        generate(tmp_path, prompts, CHUNKED, **(greedy | {"temperature": 1.0, "seed": s})).answers
-        for s in (1, 2, 1)
-    ]
+    random_sampling = replace(greedy, temperature=1.0)
+    sampled = [generate(settings, prompts, random_sampling, seed).answers for seed in (1, 2, 1)]
     assert sampled[0] == sampled[2] != sampled[1]
 
 
@@ -197,18 +198,13 @@ def test_failures_arrive_with_their_message_and_the_next_call_works(tmp_path: Pa
 
     def answer(engine: EngineConfig, count: int = 1) -> int:
         prompts = [[1, 2, i % VOCAB] for i in range(count)]
-        result = generate(
-            tmp_path, prompts, engine, temperature=0.0, top_p=1.0, max_new_tokens=100, seed=0, ignore_eos=True
-        )
-        return result.generated_tokens
+        greedy = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=100, ignore_eos=True)
+        return generate(EngineSettings.from_dirs(tmp_path, engine), prompts, greedy).generated_tokens
 
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
         answer(CHUNKED.model_copy(update={"max_num_batched_tokens": 16}))
     assert answer(CHUNKED) == 100
-    assert target_engine._worker is not None
-    worker = target_engine._worker.process.pid
-    child = int(Path(f"/proc/{worker}/task/{worker}/children").read_text().split()[0])
-    threading.Thread(target=lambda: (time.sleep(1), os.kill(child, signal.SIGKILL)), daemon=True).start()
-    with pytest.raises(RuntimeError, match=r"killed \(signal 9\).*memory"):
+    threading.Timer(1.0, os.kill, (engine_pid(), signal.SIGKILL)).start()
+    with pytest.raises(EngineDied, match=r"killed \(signal 9\).*memory"):
         answer(CHUNKED, count=2000)
     assert answer(CHUNKED) == 100

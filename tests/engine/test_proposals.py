@@ -1,8 +1,8 @@
 """What the engine proposes after every step, token for token, against the reference drafter."""
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +10,11 @@ from transformers import PreTrainedModel
 
 from eagle3.config.engine import EngineConfig
 from eagle3.draft.decode import ReferenceDraft
-from eagle3.engine.engine import generate
+from eagle3.engine.engine import generate, run
+from eagle3.engine.interface import EngineSettings, Speculation
+from eagle3.engine.progress import Watch
+from eagle3.regenerate.answers import Sampling
+from tests.helpers.engine_jobs import record_proposals
 from tests.helpers.exports import write_exported
 from tests.helpers.factories import draft_config, layer_config, tiny_target
 
@@ -39,15 +43,11 @@ def test_the_reference_proposes_the_engines_tokens_after_every_step(
         torch.randint(VOCAB, (2 + 5 * i,), generator=torch.Generator().manual_seed(i)).tolist()
         for i in range(8)
     ]
-    drafted = {"draft_dir": tmp_path / "export", "num_speculative_tokens": K}
-    greedy: dict[str, Any] = {
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "seed": 0,
-        "max_new_tokens": 24,
-        "ignore_eos": True,
-    }
-    answers = generate(tmp_path / "target", prompts, ENGINE, **greedy, **drafted).answers
+    speculation = Speculation(str(tmp_path / "export"), K)
+    settings = EngineSettings.from_dirs(tmp_path / "target", ENGINE, speculation=speculation)
+    run(settings, partial(record_proposals, path=tmp_path / "proposals.jsonl"), Watch("record"))
+    greedy = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=24, ignore_eos=True)
+    answers = generate(settings, prompts, greedy).answers
     states = {}
     for prompt, answer in zip(prompts, answers, strict=True):
         text = prompt + answer.token_ids
@@ -57,9 +57,7 @@ def test_the_reference_proposes_the_engines_tokens_after_every_step(
     draft = ReferenceDraft.load(
         tmp_path / "export", target.get_input_embeddings().weight.detach(), torch.float32
     )
-    proposals = [
-        json.loads(line) for line in (tmp_path / "export" / "proposals.jsonl").read_text().splitlines()
-    ]
+    proposals = [json.loads(line) for line in (tmp_path / "proposals.jsonl").read_text().splitlines()]
     assert len(proposals) > 100
     for tokens, proposed in proposals:
         aux = next(aux for text, aux in states.items() if list(text[: len(tokens)]) == tokens)

@@ -9,6 +9,8 @@ import torch
 from eagle3.config.engine import EngineConfig
 from eagle3.draft.decode import ReferenceDraft, speculative_generate
 from eagle3.engine.engine import generate
+from eagle3.engine.interface import EngineSettings, Speculation
+from eagle3.regenerate.answers import Sampling
 from tests.helpers.exports import write_exported
 from tests.helpers.factories import LLAMA3_ROPE, draft_config, layer_config, tiny_target
 
@@ -54,7 +56,7 @@ def test_the_engine_proposes_and_counts_what_the_reference_does(
 
 def test_a_target_split_over_two_ranks_serves_the_same(tmp_path: Path) -> None:
     layer = {"intermediate_size": 80}  # halves must be whole
-    serve_and_compare(tmp_path, "llama", 5, layer, {}, {"tensor_parallel_size": 2}, **layer)
+    serve_and_compare(tmp_path, "llama", 5, layer, {}, 2, **layer)
 
 
 def serve_and_compare(
@@ -63,7 +65,7 @@ def serve_and_compare(
     draft_vocab_size: int,
     layer: dict[str, Any],
     changes: dict[str, Any],
-    how: dict[str, Any] | None = None,
+    num_ranks: int = 1,
     **target_sizes: int,
 ) -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
@@ -78,18 +80,11 @@ def serve_and_compare(
         torch.randint(VOCAB, (3 + i % 6,), generator=torch.Generator().manual_seed(i)).tolist()
         for i in range(16)
     ]
-    served = generate(
-        tmp_path / "target",
-        prompts,
-        ENGINE,
-        temperature=0.0,
-        top_p=1.0,
-        max_new_tokens=20,
-        seed=0,
-        draft_dir=export_dir,
-        num_speculative_tokens=K,
-        **(how or {}),
+    speculation = Speculation(str(export_dir), K)
+    settings = EngineSettings.from_dirs(
+        tmp_path / "target", ENGINE, speculation=speculation, tensor_parallel_size=num_ranks
     )
+    served = generate(settings, prompts, Sampling(temperature=0.0, top_p=1.0, max_new_tokens=20))
     draft = ReferenceDraft.load(export_dir, target.get_input_embeddings().weight.detach(), torch.float32)
     rounds, accepted = 0, [0] * K
     for prompt, answer in zip(prompts, served.answers, strict=True):
@@ -97,5 +92,5 @@ def serve_and_compare(
         assert answer.token_ids == tokens
         rounds, accepted = rounds + n, [a + b for a, b in zip(accepted, by_position, strict=True)]
     assert {a.finish_reason for a in served.answers} == {"stop", "length"}
-    assert (served.num_drafts, served.accepted_per_position) == (rounds, accepted)
+    assert (served.num_drafts, served.accepted_per_position) == (rounds, tuple(accepted))
     assert 0 < sum(accepted) < rounds * K

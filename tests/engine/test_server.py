@@ -16,13 +16,12 @@ import httpx
 import pytest
 from transformers import PreTrainedModel
 
-from eagle3.engine.progress import Report
 from eagle3.engine.server.client import KEY_VARIABLE
 from eagle3.engine.server.engine import ServerEngine
 from eagle3.regenerate.answers import Answer, Sampling
 from tests.engine.test_capture_and_generate import CHUNKED, END, random_rows, save_target
 from tests.helpers.factories import greedy_answer
-from tests.helpers.server_engines import server_engine
+from tests.helpers.server_engines import answers_of, server_engine
 
 pytestmark = pytest.mark.engine
 
@@ -107,25 +106,21 @@ def test_the_servers_greedy_answers_are_the_models_own(server: Server) -> None:
     engine = server.engine()
     prompts = [r.token_ids[:40] for r in random_rows()[:20]]
     greedy = Sampling(0.0, 1.0, 24)
-    made = engine.generate(prompts, greedy, 0, Report())
-    for prompt, given in zip(prompts, made["answers"], strict=True):
-        assert Answer(**given) == Answer(*greedy_answer(server.model, prompt, 24, END))
-    assert {a["finish_reason"] for a in made["answers"]} == {"stop", "length"}
-    assert made["num_drafts"] == 0
-    assert engine.describe()["engine_version"].startswith("vllm 0.")
+    answers = answers_of(engine, prompts, greedy)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer == Answer(*greedy_answer(server.model, prompt, 24, END))
+    assert {answer.finish_reason for answer in answers} == {"stop", "length"}
     endless = replace(greedy, ignore_eos=True)
-    made = engine.generate(prompts, endless, 0, Report())
-    assert {len(a["token_ids"]) for a in made["answers"]} == {24}
-    sampled = [
-        engine.generate(prompts, replace(greedy, temperature=1.0), 0, Report())["answers"] for _ in range(2)
-    ]
-    assert sampled[0] != sampled[1]
-    assert len(engine.generate([[5] * 120], endless, 0, Report())["answers"][0]["token_ids"]) == 8
+    assert {len(answer.token_ids) for answer in answers_of(engine, prompts, endless)} == {24}
+    warm = replace(greedy, temperature=1.0)
+    assert answers_of(engine, prompts, warm) != answers_of(engine, prompts, warm)
+    (at_the_limit,) = answers_of(engine, [[5] * 120], endless)
+    assert len(at_the_limit.token_ids) == 8
 
 
-def test_a_wrong_key_and_long_prompts_are_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_key_and_bad_token_ids_are_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="refused /v1/completions: 400 "):
-        server.engine().generate([[1] * 127 + [97]], Sampling(0.0, 1.0, 1), 0, Report())
+        answers_of(server.engine(), [[1, 97]], Sampling(0.0, 1.0, 1))
     monkeypatch.setenv(KEY_VARIABLE, "wrong")
     with pytest.raises(ValueError, match=f"401 .*Unauthorized.*{KEY_VARIABLE}"):
         server.engine()

@@ -10,7 +10,8 @@ import pytest
 
 from eagle3.config.engine import EngineConfig, EvaluateConfig
 from eagle3.engine import engine
-from eagle3.engine.engine import close_engines
+from eagle3.engine.engine import stop
+from eagle3.engine.interface import EngineSettings
 from eagle3.engine.progress import Progress, Watch
 from eagle3.evaluation.benchmark import answer_length, evaluate
 from eagle3.shards.tokens import TokenRow, write_token_shard
@@ -24,7 +25,7 @@ REFERENCE = EngineConfig(engine="transformers", dtype="float32", max_model_len=6
 @pytest.fixture(autouse=True)
 def _engines() -> Iterator[None]:
     yield
-    close_engines()
+    stop()
 
 
 def write_inputs(path: Path) -> tuple[str, str, str]:
@@ -75,13 +76,13 @@ def test_every_engine_is_split_over_the_gpus_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    run = engine._run
+    run = engine.run
 
-    def record(settings: dict[str, Any], *more: Any) -> dict[str, Any]:
-        asked.append(settings["tensor_parallel_size"])
+    def record(settings: EngineSettings, *more: Any) -> Any:
+        asked.append(settings.tensor_parallel_size)
         return run(settings, *more)
 
-    monkeypatch.setattr(engine, "_run", record)
+    monkeypatch.setattr(engine, "run", record)
     cfg = EvaluateConfig(num_speculative_tokens=K, max_new_tokens=4, dtype="float32")
     evaluate(*write_inputs(tmp_path), REFERENCE, cfg, str(tmp_path / "evaluation.json"), 2)
     assert asked == [2, 2, 2]

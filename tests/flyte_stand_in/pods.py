@@ -90,11 +90,12 @@ class Pod:
 
     def processes(self, text: str) -> list[int]:
         """Those of its processes whose command line contains `text`."""
-        return [p.pid for p in psutil.process_iter() if self._is_mine(p.pid) and text in _command_line(p)]
+        return [p.pid for p in psutil.process_iter() if self._is_mine(p) and text in _command_line(p)]
 
-    def _is_mine(self, pid: int) -> bool:
-        with suppress(ProcessLookupError):
-            return os.getpgid(pid) == self.process.pid
+    def _is_mine(self, process: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            group = os.getpgid(process.pid)
+            return group == self.process.pid or self.process.pid in [p.pid for p in process.parents()]
         return False
 
     def kill(self, number: int = signal.SIGKILL) -> None:

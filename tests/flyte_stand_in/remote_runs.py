@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,10 +174,12 @@ class Accidents:
 
 
 def kill_engine(pod: Pod) -> None:
-    """Kill the engine's process alone."""
+    """Kill the engine's process alone: the child of a fork server that leads a process group of its own."""
     found: list[int] = []
-    while pod.is_running() and not (found := pod.processes("eagle3.engine.worker")):
+    while pod.is_running() and not found:
         time.sleep(0.02)
+        with suppress(ProcessLookupError):
+            found = [pid for pid in pod.processes("multiprocessing.forkserver") if os.getpgid(pid) == pid]
     for pid in found:
         os.kill(pid, signal.SIGKILL)
 

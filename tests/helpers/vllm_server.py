@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-VOCAB, DEPTH, END = 50, 4, 2
+VOCAB, END = 50, 2
 Fault = Callable[["Handler", dict[str, Any]], None]
 
 
@@ -41,7 +41,6 @@ class StandIn(ThreadingHTTPServer):
         self.seconds_an_answer = 0.0
         self.together: threading.Barrier | None = None
         self.dies_after: int | None = None
-        self.metrics: Callable[[], str] = lambda: ""
 
     def end(self) -> None:
         """Take no more connections."""
@@ -63,12 +62,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.keys.add(self.headers["Authorization"])
-        if self.path == "/version":
-            self.reply({"version": "0.32.0"})
-        elif self.path == "/v1/models":
-            self.reply(self.server.models)
-        else:
-            self.reply(self.server.metrics())
+        self.reply(self.server.models)
 
     def do_POST(self) -> None:
         server = self.server

@@ -39,10 +39,10 @@ def chain(workplace: Path, tiny_target: Path) -> Chain:
 @pytest.fixture(scope="module")
 def first(chain: Chain) -> dict[str, Any]:
     """The first run; it closes the engine, so that later runs show whether they start one."""
-    from eagle3.engine.engine import close_engines
+    from eagle3.engine.engine import stop
 
     summary = chain.run()
-    close_engines()
+    stop()
     return summary
 
 

@@ -136,6 +136,7 @@ def token_shard(tmp_path: Path) -> TokenShard:
 
 def a_target(tmp_path: Path) -> Target:
     (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text("{}")
     return Target("t", "r", "target", FlyteDirectory(str(tmp_path / "target")), 4, 9, 8)
 
 
@@ -161,14 +162,15 @@ def test_an_answering_task_shows_its_shard_and_the_accounts(
         "skipped": 0,
     }
 
-    def play(*_: Any, watch: Watch, **how: Any) -> dict[str, Any]:
+    def answer(*given: Any) -> dict[str, Any]:
+        watch = given[-1]
         clock[0] += 30
         watch(look(30, unit="user turns"))
         assert watch.label == "regenerate shard 7"
         assert "5 / 10" in published(tmp_path)
         return {"rows": 1, "tokens": 4567, "supervised_tokens": 3, "digest": "d", "counts": dict(counts)}
 
-    monkeypatch.setattr(target_engine, "play", play)
+    monkeypatch.setattr(target_engine, "regenerate", answer)
     with pod(tmp_path):
         made = regenerate_shard.task_function(
             regenerate=RegenerateConfig(), server_url="", **common(tmp_path)
@@ -187,7 +189,8 @@ def test_an_answering_task_shows_its_shard_and_the_accounts(
 def test_an_extracting_task_shows_its_shard_and_the_bytes(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def capture(*_: Any, watch: Watch, **how: Any) -> dict[str, Any]:
+    def capture(*given: Any) -> dict[str, Any]:
+        watch = given[-1]
         clock[0] += 30
         watch(look(30))
         assert watch.label == "extract shard 7"

@@ -13,6 +13,7 @@ from flytekit.types.file import FlyteFile
 from eagle3.config.engine import EngineConfig, ExtractConfig, FanOutConfig
 from eagle3.config.resources import ResourcesConfig
 from eagle3.engine import engine as target_engine
+from eagle3.engine.interface import EngineSettings
 from eagle3.files import try_lock
 from workflows.flyte import store
 from workflows.flyte.interfaces import HiddenStateShards, Target, TokenShard, TokenShards
@@ -45,9 +46,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Stands in for the engine, which is not what is tested: notes who asked, fails for the shards in `broken`."""
     seen: dict[str, Any] = {"broken": set(), "calls": []}
 
-    def capture(target_dir: str, shard_path: str, out: str, *_: Any, **how: Any) -> dict[str, Any]:
+    def capture(settings: EngineSettings, shard_path: str, out: str, *_: Any) -> dict[str, Any]:
         number = int(Path(shard_path).read_text())
-        seen["calls"].append((number, how["tensor_parallel_size"]))
+        seen["calls"].append((number, settings.tensor_parallel_size))
         if number in seen["broken"]:
             raise RuntimeError(f"no states of {number}")
         (Path(out) / "manifest.json").write_text(" " * 10_000)

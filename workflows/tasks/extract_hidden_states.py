@@ -41,6 +41,7 @@ def extract_shard(
 ) -> HiddenStateShard:
     """Capture one shard where its key says it belongs: a retry or another run goes on behind the last finished chunk."""
     from eagle3.engine.engine import capture
+    from eagle3.engine.interface import EngineSettings
     from eagle3.targets.properties import aux_layer_ids
 
     store.share_credentials()
@@ -48,17 +49,13 @@ def extract_shard(
     info = {"target": target.name, "target_revision": target.revision, "target_digest": target_digest}
     deck = JobDeck(f"extract shard {shard.index}")
     with store.keyed_place(NAME, _key(shard_digest, target_digest, engine, extract)) as out:
-        manifest = capture(
+        settings = EngineSettings.from_dirs(
             target.directory.download(),
-            shard.file.download(),
-            out,
-            layer_ids,
             engine,
-            extract,
-            info,
+            layer_ids=layer_ids,
             tensor_parallel_size=tensor_parallel_size,
-            watch=deck.watch(),
         )
+        manifest = capture(settings, shard.file.download(), out, extract, info, deck.watch())
     deck.finish(_figures(manifest))
     return HiddenStateShard(
         index=shard.index,

@@ -49,7 +49,8 @@ def regenerate_shard(
 
     Answers are stored as they come, in a directory named by everything that decides them: another attempt asks for the rest.
     """
-    from eagle3.engine.engine import play
+    from eagle3.engine import engine as target_engine
+    from eagle3.engine.interface import EngineSettings
     from eagle3.regenerate.generator import outcomes_text, warn_of_limit
     from eagle3.shards.tokens import read_token_shard
 
@@ -57,20 +58,18 @@ def regenerate_shard(
         return shard
     store.share_credentials()
     path = store.new_dir(NAME) / f"shard-{shard.index:05d}.parquet"
-    settings = [engine.model_dump_json(), regenerate.model_dump_json()]
-    key = store.digest_of_digests([CACHE.version, shard_digest, target_digest, *settings])
+    keyed = [engine.model_dump_json(), regenerate.model_dump_json()]
+    key = store.digest_of_digests([CACHE.version, shard_digest, target_digest, *keyed])
     deck = JobDeck(f"regenerate shard {shard.index}")
     with store.keyed_place(NAME, key) as log_uri:
-        made = play(
+        settings = EngineSettings.from_dirs(
             target.directory.download(),
-            shard.file.download(),
-            path,
-            log_uri,
             engine,
-            regenerate,
             tensor_parallel_size=tensor_parallel_size,
             server_url=server_url,
-            watch=deck.watch(),
+        )
+        made = target_engine.regenerate(
+            settings, shard.file.download(), path, log_uri, regenerate, deck.watch()
         )
     outcomes = made.pop("counts")
     logger.info("shard %d: %s", shard.index, outcomes_text(outcomes))

@@ -1,8 +1,8 @@
 """Asks a running vLLM server for completions: token ids in, token ids out, many in flight.
 
-What may pass is asked again with growing pauses: a lost connection, a time-out, 408, 429, 5xx, an answer that is no JSON. What
-the server refuses (other 4xx) is raised at once with the server's own words. Its key comes from the environment and stays in one
-header: it is in no message, setting or manifest.
+Transient errors are tried again after growing pauses: a lost connection, a time-out, 408, 429, 5xx, an answer that is not JSON.
+Other 4xx are raised at once with the server's own words. The server's key comes from the environment and is sent in one header:
+it is in no message, setting or manifest.
 """
 
 import asyncio
@@ -10,23 +10,23 @@ import logging
 import os
 import random
 import time
-from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
 from eagle3.errors import EngineDied
+from eagle3.regenerate.answers import Answer
 from eagle3.uris import redact
 
 logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "EAGLE3_SERVER_KEY"
-# Pauses of 0.5, 1, 2 … 30 s, about two minutes in all: longer than a proxy's restart, shorter than a GPU should idle.
+# Pauses of 0.5, 1, 2 … 30 s, about two minutes in all: longer than a proxy's restart, shorter than a GPU should be idle.
 MAX_ATTEMPTS = 10
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 CONNECT_TIMEOUT_S = 10.0
-# An answer comes in one piece at its end, and may wait for as long in the server's queue: 8 tokens a second, twice.
+# An answer arrives as a whole: at 8 tokens a second, and after as long a wait in the server's queue.
 READ_TIMEOUT_S, READ_TIMEOUT_PER_TOKEN_S = 600.0, 0.25
 # Servers close idle connections after 5 s: one that is about to be closed must not be used again.
 KEEP_ALIVE_S = 3.0
@@ -38,19 +38,14 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class ServedModel(BaseModel):
-    """One entry of /v1/models. root: the path or name that the server was started with."""
+    """One entry of /v1/models."""
 
     id: str
-    root: str | None = None
     max_model_len: int | None = None
 
 
 class _Models(BaseModel):
     data: list[ServedModel]
-
-
-class _Version(BaseModel):
-    version: str
 
 
 class _Choice(BaseModel):
@@ -63,21 +58,13 @@ class _Completions(BaseModel):
     choices: list[_Choice] = Field(min_length=1, max_length=1)
 
 
-@dataclass(frozen=True)
-class Completion:
-    """One answer. finish_reason: "stop" or "length"."""
-
-    token_ids: list[int]
-    finish_reason: str
-
-
 class ServerClient:
     """A server's URL with its connections; use it as an async context.
 
     Args:
         url: http(s)://host[:port][/prefix], with or without a last /v1.
-        max_in_flight: requests that its user keeps going at most.
-        max_attempts: for each request, before it is given up.
+        max_in_flight: requests at once, at most.
+        max_attempts: of each request.
     """
 
     def __init__(self, url: str, max_in_flight: int = 1, max_attempts: int = MAX_ATTEMPTS) -> None:
@@ -85,9 +72,8 @@ class ServerClient:
         self.max_attempts = max_attempts
         self._key = _server_key()
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        tls = (
-            httpx.create_ssl_context() if self.url.startswith("https") else False
-        )  # once: loading certificates takes 0.2 s
+        # Once for all pools: loading certificates takes 0.2 s.
+        tls = httpx.create_ssl_context() if self.url.startswith("https") else False
         limits = httpx.Limits(
             max_connections=POOL_SIZE, max_keepalive_connections=POOL_SIZE, keepalive_expiry=KEEP_ALIVE_S
         )
@@ -103,31 +89,16 @@ class ServerClient:
         for pool in self._pools:
             await pool.aclose()
 
-    async def version(self) -> str:
-        """The server's vLLM version."""
-        return (await self._ask("GET", "/version", _Version)).version
-
     async def models(self) -> list[ServedModel]:
         """What the server serves, adapters included."""
         return (await self._ask("GET", "/v1/models", _Models)).data
 
-    async def metrics(self) -> str:
-        """Prometheus text; empty where the server shows none."""
-        try:
-            response = await self._request("GET", "/metrics", None, httpx.Timeout(CONNECT_TIMEOUT_S))
-        except httpx.RequestError:
-            return ""
-        return response.text if response.is_success else ""
-
-    async def complete(
-        self, model: str, prompt: list[int], max_tokens: int, request_id: str, **sampling: Any
-    ) -> Completion:
+    async def complete(self, model: str, prompt: list[int], max_tokens: int, **sampling: Any) -> Answer:
         """Answer one prompt.
 
         Args:
-            prompt: token ids, sent and answered as such; nothing is added to them.
+            prompt: token ids, sent and answered as such; the server adds nothing to them.
             max_tokens: longest answer.
-            request_id: the server's log names the request by it.
             sampling: further fields of /v1/completions.
 
         Raises:
@@ -139,7 +110,6 @@ class ServerClient:
             "model": model,
             "prompt": prompt,
             "max_tokens": max_tokens,
-            "request_id": request_id,
             "return_token_ids": True,
             **sampling,
         }
@@ -155,7 +125,7 @@ class ServerClient:
             raise EngineDied(
                 f"the server at {self.url} ended an answer with {choice.finish_reason!r}; see its log, then run again"
             )
-        return Completion(choice.token_ids, choice.finish_reason)
+        return Answer(choice.token_ids, choice.finish_reason)
 
     async def _ask(
         self,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from eagle3.engine.server import client
-from tests.helpers.vllm_server import DEPTH, END, StandIn, stand_in
+from tests.helpers.vllm_server import END, StandIn, stand_in
 
 
 @pytest.fixture
@@ -26,6 +26,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     """All that an engine whose server holds the target reads of it."""
-    config = {"num_hidden_layers": DEPTH, "eos_token_id": END}
+    config = {"eos_token_id": END}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path

@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 
 from eagle3.engine.server import client
-from eagle3.engine.server.client import Completion, ServerClient, server_root
+from eagle3.engine.server.client import ServerClient, server_root
+from eagle3.regenerate.answers import Answer
 from tests.helpers.vllm_server import StandIn, cut, hang, lost, own_words, page, status, with_changes
 
 KEY = "sk-0123456789"
 
 
-def ask(server: StandIn, count: int = 1, **changes: Any) -> list[Completion]:
+def ask(server: StandIn, count: int = 1, **changes: Any) -> list[Answer]:
     """Answers to `count` prompts, one after the other."""
 
-    async def run() -> list[Completion]:
+    async def run() -> list[Answer]:
         async with ServerClient(server.url, **changes) as c:
-            return [await c.complete("tiny", [5, i], 3, f"me-{i}", temperature=0.0) for i in range(count)]
+            return [await c.complete("tiny", [5, i], 3, temperature=0.0) for i in range(count)]
 
     return asyncio.run(run())
 

@@ -1,0 +1,133 @@
+"""What an engine is built from, what every kind of engine can do, and what its answers took."""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from eagle3.config.engine import EngineConfig
+from eagle3.engine.progress import Report
+from eagle3.regenerate.answers import Answer, Follow, Request, Sampling
+from eagle3.shards.tokens import TokenRow
+from eagle3.targets.properties import check_max_model_len
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+# Takes a row's index, its states [T, A + 1, H] in host memory and engine dtype, and the engine's greedy token after the row.
+Add = Callable[[int, "Tensor", int], None]
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """An exported draft and how many tokens it proposes a round."""
+
+    draft_dir: str
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is built from; equal settings share one engine.
+
+    target_dir: absolute path. layer_ids: aux layers, for an engine that captures. tensor_parallel_size: GPUs that share the
+    target. server_url: of a running vLLM server that answers instead. files: names, sizes and times of the target's and the
+    draft's files, so that a directory that was written again gets a new engine.
+    """
+
+    target_dir: str
+    engine: EngineConfig
+    layer_ids: tuple[int, ...] | None
+    speculation: Speculation | None
+    tensor_parallel_size: int
+    server_url: str | None
+    files: tuple[tuple[str, int, int], ...]
+
+    @classmethod
+    def from_dirs(
+        cls,
+        target_dir: str | Path,
+        engine: EngineConfig,
+        *,
+        layer_ids: Sequence[int] | None = None,
+        speculation: Speculation | None = None,
+        tensor_parallel_size: int = 1,
+        server_url: str | None = None,
+    ) -> "EngineSettings":
+        """Look at the files; warns of a setting that this engine ignores.
+
+        Raises:
+            ValueError: if `engine.max_model_len` is more than the target allows.
+        """
+        target = Path(target_dir).resolve()
+        check_max_model_len(engine.max_model_len, json.loads((target / "config.json").read_text()))
+        if tensor_parallel_size > 1 and (engine.engine == "transformers" or server_url):
+            logger.warning(
+                "tensor_parallel_size %d is ignored: only a vLLM engine of ours is split over GPUs",
+                tensor_parallel_size,
+            )
+        files = _stamps(target)
+        if speculation is not None:
+            draft = Path(speculation.draft_dir).resolve()
+            speculation = Speculation(str(draft), speculation.num_tokens)
+            files += _stamps(draft)
+        layers = None if layer_ids is None else tuple(layer_ids)
+        return cls(str(target), engine, layers, speculation, tensor_parallel_size, server_url or None, files)
+
+    @property
+    def library(self) -> str:
+        """The package that does the work."""
+        return "httpx" if self.server_url else self.engine.engine
+
+
+def _stamps(directory: Path) -> tuple[tuple[str, int, int], ...]:
+    files = sorted([*directory.glob("*.safetensors"), *directory.glob("*.json")])
+    return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Answers in the order of their prompts, and what making them took.
+
+    seconds: generation alone, no start-up. num_drafts: speculative rounds. accepted_per_position: accepted draft tokens at draft
+    position 1 … k; empty without a draft.
+    """
+
+    answers: list[Answer]
+    seconds: float = 0.0
+    num_drafts: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+
+class AnsweringEngine(Protocol):
+    """What a server does, too."""
+
+    settings: EngineSettings
+
+    def answer(self, requests: dict[int, Request], follow: Follow, seed: int, report: Report) -> None:
+        """Answer every conversation's request, and what `follow` returns for the answer, until it returns None."""
+
+
+class Engine(AnsweringEngine, Protocol):
+    """What vLLM and the transformers reference do."""
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int, report: Report) -> Generation:
+        """Answer every prompt; the same call gives the same answers."""
+
+    def capture(self, rows: list[TokenRow], add: Add) -> int:
+        """Give every row's states at `settings.layer_ids` and the last layer to `add`, from one thread, in any order.
+
+        Returns:
+            How many tokens were not computed, but found in a prefix cache.
+        """
+
+    def describe(self) -> dict[str, Any]:
+        """Every setting that can change a state, for the manifest."""

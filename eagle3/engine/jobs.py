@@ -1,0 +1,77 @@
+"""What the engine process is asked to do: functions of an engine and a report, sent to it with their arguments."""
+
+from dataclasses import asdict
+from typing import Any
+
+from eagle3.config.engine import ExtractConfig, RegenerateConfig
+from eagle3.engine.interface import AnsweringEngine, Engine, Generation
+from eagle3.engine.progress import Report
+from eagle3.regenerate.answers import Sampling
+
+
+def generate(
+    engine: Engine, report: Report, prompts: list[list[int]], sampling: Sampling, seed: int
+) -> Generation:
+    """Answer the prompts."""
+    report.begin(len(prompts), "answers", lambda: report.conversations)
+    return engine.generate(prompts, sampling, seed, report)
+
+
+def regenerate(
+    engine: AnsweringEngine,
+    report: Report,
+    token_shard_path: str,
+    out: str,
+    log_uri: str,
+    cfg: RegenerateConfig,
+) -> dict[str, Any]:
+    """Answer a token shard's waiting rows and write the answered shard; arguments and result as eagle3.engine.engine.regenerate."""
+    from eagle3.regenerate.answer_log import AnswerLog
+    from eagle3.regenerate.generator import AnswerGenerator
+    from eagle3.shards.tokens import read_token_shard, summarise_rows, write_token_shard
+
+    settings = engine.settings
+    with AnswerLog(log_uri) as log:
+        rows = read_token_shard(token_shard_path)
+        generator = AnswerGenerator(rows, settings.target_dir, cfg, settings.engine.max_model_len, log)
+        requests = generator.start()
+        report.begin(generator.num_turns, "user turns", lambda: generator.num_turns_done)
+        if requests:
+            engine.answer(requests, generator.follow, cfg.seed, report)
+    answered, counts = generator.result()
+    summary = write_token_shard(out, answered) if answered else summarise_rows([])
+    return {**asdict(summary), "counts": counts}
+
+
+def capture(
+    engine: Engine,
+    report: Report,
+    token_shard_path: str,
+    out: str,
+    extract: ExtractConfig,
+    info: dict[str, Any],
+) -> tuple[dict[str, Any], int]:
+    """Capture a token shard's states; returns the manifest and how many tokens came from the prefix cache."""
+    from eagle3.engine.capture import CAPTURE_VERSION, ShardSink
+    from eagle3.shards.tokens import read_token_shard
+
+    rows = read_token_shard(token_shard_path)
+    layer_ids = list(engine.settings.layer_ids or ())
+    info = {**info, **engine.describe(), "layer_ids": layer_ids, "capture_version": CAPTURE_VERSION}
+    target_dir, dtype = engine.settings.target_dir, engine.settings.engine.dtype
+    sink = ShardSink(rows, out, len(layer_ids), extract, info, target_dir, dtype)
+    wanted_rows = [rows[i] for i in sink.wanted]
+    total = sum(len(row.token_ids) for row in rows)
+    kept = total - sum(len(row.token_ids) for row in wanted_rows)
+    report.begin(total, "tokens", lambda: kept + report.tokens)
+
+    def add(i: int, *found: Any) -> None:
+        sink.add(sink.wanted[i], *found)
+        report.add(len(wanted_rows[i].token_ids), 1)
+        report.tell()
+
+    try:
+        cached_tokens = engine.capture(wanted_rows, add)
+        return sink.close(), cached_tokens
+    finally:
+        sink.writer.stop()
