@@ -1,8 +1,7 @@
-"""Rows of files: JSONL, JSON lists and Parquet, plain or compressed, here or at any URL that fsspec knows, in bounded memory.
+"""Rows of files by path or URL: JSONL, JSON lists and Parquet, plain or compressed, in bounded memory.
 
-What is wrong with one row becomes a Record without a row, which the caller counts; what is wrong with a whole
-file is an error that names it. A file none of whose first MAX_FAULTS rows can be read is taken for one of
-another format: an error too.
+A row that cannot be read becomes a Record without a row, for the caller to count; a file that cannot be read is an error
+that names it. A file of which none of the first MAX_FAULTS rows can be read has another format: an error, too.
 """
 
 import io
@@ -23,17 +22,17 @@ FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "
 COMPRESSIONS = (".gz", ".bz2", ".xz")
 MAX_ROW_BYTES = 4 << 20  # about a million tokens: more than a context holds, and memory stays bounded
 MAX_FAULTS = 100
-BLOCK_SIZE = 1 << 20
 MAX_BUFFER_CHARS = 64 << 20
+BLOCK_SIZE = 1 << 20
 PARQUET_ROWS = 256
 
 
 @dataclass(frozen=True)
 class Record:
-    """One row of a source, or what is wrong with it.
+    """One row of a source, or why it cannot be read.
 
-    where: file and line or row from 1, free of directories. row: None where it cannot be read, for `reason`
-    (a code to count by) and with `message` (for people). size: its bytes, 0 where unknown.
+    where: file, and line or row from 1, without directories. row: None where it cannot be read, for `reason` (a code to
+    count by) and with `message` (for people). size: its bytes, 0 if unknown.
     """
 
     where: str
@@ -44,7 +43,7 @@ class Record:
 
 
 class RepeatedKeyError(ValueError):
-    """An object names a key twice, so that one value would be lost."""
+    """An object has a key twice, so one value would be lost."""
 
 
 def file_format(path: str) -> str | None:
@@ -55,25 +54,26 @@ def file_format(path: str) -> str | None:
     return next((kind for suffix, kind in FORMATS.items() if path.endswith(suffix)), None)
 
 
-def read_file(path: str, name: str) -> Iterator[Record]:
+def read_file(uri: str, name: str) -> Iterator[Record]:
     """Stream the rows of a file; blank lines, a byte-order mark and CRLF are fine.
 
     Args:
-        path: file or URL; a name of no known format is read as JSONL.
-        name: what records call the file.
+        uri: path or URL; a file without a known suffix is read as JSONL.
+        name: of the file in records.
 
     Raises:
-        ValueError: if it cannot be opened, is cut off, has no row or none that can be read; names `path` and
-            the remedy.
+        ValueError: if it cannot be opened, is cut off, or has no row that can be read; names `uri` and the remedy.
     """
-    kind = file_format(path) or "jsonl"
-    first_fault, num_faults, is_sound = "", 0, False
+    kind = file_format(uri) or "jsonl"
+    path = redact(uri)
+    first_fault = ""
+    num_faults = 0
+    has_row = False
     try:
-        with fsspec.open(path, "rb", compression=infer_compression(redact(path))) as file:
-            for record in _read_open_file(file, kind, redact(path), name):
-                if record.row is not None:
-                    is_sound = True
-                elif not is_sound:
+        with fsspec.open(uri, "rb", compression=infer_compression(path)) as file:
+            for record in _read_open_file(file, kind, path, name):
+                has_row = has_row or record.row is not None
+                if not has_row:
                     first_fault = first_fault or f"{record.where.removeprefix(name)[2:]}: {record.message}"
                     num_faults += 1
                     if num_faults == MAX_FAULTS:
@@ -82,18 +82,13 @@ def read_file(path: str, name: str) -> Iterator[Record]:
     except (ConnectionError, TimeoutError):
         raise
     except (OSError, EOFError, zlib.error, ImportError) as e:
-        reason = getattr(e, "strerror", None) or str(e)
-        raise ValueError(
-            f"{redact(path)} cannot be read ({reason}); give a whole, readable {kind} file"
-        ) from e
-    if not is_sound and first_fault:
-        raise ValueError(
-            f"{redact(path)}: none of the first {num_faults} rows can be read as {kind}; {first_fault}"
-        )
-    if not is_sound:
-        raise ValueError(
-            f"{redact(path)} has no rows; write one JSON object with messages or a prompt on each line"
-        )
+        reason = getattr(e, "strerror", None) or e
+        raise ValueError(f"{path} cannot be read ({reason}); give a whole, readable {kind} file") from e
+    if not has_row and num_faults:
+        raise ValueError(f"{path}: none of the first {num_faults} rows can be read as {kind}; {first_fault}")
+    if not has_row:
+        remedy = "write one JSON object with messages or a prompt on each line"
+        raise ValueError(f"{path} has no rows; {remedy}")
 
 
 def _read_open_file(file: Any, kind: str, path: str, name: str) -> Iterator[Record]:
@@ -101,7 +96,7 @@ def _read_open_file(file: Any, kind: str, path: str, name: str) -> Iterator[Reco
         return _read_parquet(file, path, name)
     buffered = io.BufferedReader(file, BLOCK_SIZE)
     head = buffered.peek(BLOCK_SIZE).removeprefix(BYTE_ORDER_MARK).lstrip()
-    # What is called .json may hold one object a line as well.
+    # Files called .json may hold one object a line as well.
     if kind == "json" and head.startswith(b"["):
         return _read_json_list(buffered, path, name)
     return _read_json_lines(buffered, name)
@@ -111,7 +106,8 @@ def _read_json_lines(file: Any, name: str) -> Iterator[Record]:
     number = 0
     while line := file.readline(MAX_ROW_BYTES + 1):
         number += 1
-        where, size = f"{name}, line {number}", len(line)
+        where = f"{name}, line {number}"
+        size = len(line)
         if size > MAX_ROW_BYTES:
             while not line.endswith(b"\n") and (line := file.readline(BLOCK_SIZE)):
                 size += len(line)
@@ -124,61 +120,59 @@ def _read_json_lines(file: Any, name: str) -> Iterator[Record]:
 
 def _parse_line(line: bytes, where: str) -> Record:
     try:
-        row = STRICT_DECODER.decode(line.decode())
+        return _record_of(where, STRICT_DECODER.decode(line.decode()), len(line))
     except UnicodeDecodeError as e:
         return Record(where, None, "not_utf8", f"byte {e.start + 1} is not UTF-8; save the file as UTF-8")
     except json.JSONDecodeError as e:
         message = f"not JSON ({e.msg} at column {e.colno}); write one whole JSON object on each line"
         return Record(where, None, "not_json", message)
     except RepeatedKeyError as e:
-        return _repeated_key(where, e)
+        return Record(where, None, "repeated_key", str(e))
     except (ValueError, RecursionError) as e:
         return Record(where, None, "not_json", f"not readable JSON ({e}); correct the line or remove it")
-    return _record_of(where, row, len(line))
 
 
 def _read_json_list(file: Any, path: str, name: str) -> Iterator[Record]:
-    """Rows of one JSON list, element by element: the text in hand grows only until the next element is whole."""
+    """Rows of one JSON list, element by element: the buffer only grows until the next element is complete."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
-    buffer, at, number = text.read(BLOCK_SIZE), 0, 0
+    buffer = text.read(BLOCK_SIZE)
     at = buffer.index("[") + 1
+    number = 0
     while True:
         while at < len(buffer) and buffer[at] in " \t\r\n,":
             at += 1
         if buffer.startswith("]", at):
             return
-        where = f"{name}, row {number + 1}"
         try:
-            record, end = _decode_element(buffer, at, where)
+            record, end = _decode_element(buffer, at, f"{name}, row {number + 1}")
         except (ValueError, RecursionError) as e:
-            more = text.read(max(BLOCK_SIZE, len(buffer) - at)) if len(buffer) - at < MAX_BUFFER_CHARS else ""
+            left = len(buffer) - at
+            more = text.read(max(BLOCK_SIZE, left)) if left < MAX_BUFFER_CHARS else ""
             if not more:
                 raise ValueError(
-                    f"{path}, row {number + 1}: not JSON ({getattr(e, 'msg', e)}); rows behind it cannot be found: correct it or "
-                    "write one JSON object on each line of a .jsonl file"
+                    f"{path}, row {number + 1}: not JSON ({getattr(e, 'msg', e)}), so the next rows cannot be found; "
+                    "correct it or write one JSON object on each line of a .jsonl file"
                 ) from e
             buffer, at = buffer[at:] + more, 0
             continue
-        number, at = number + 1, end
+        number += 1
+        at = end
         yield record
 
 
 def _decode_element(buffer: str, at: int, where: str) -> tuple[Record, int]:
+    """The record that begins at an index of the buffer, and the index of its end."""
     try:
         row, end = STRICT_DECODER.raw_decode(buffer, at)
     except RepeatedKeyError as e:
-        return _repeated_key(where, e), DECODER.raw_decode(buffer, at)[1]
+        return Record(where, None, "repeated_key", str(e)), DECODER.raw_decode(buffer, at)[1]
     if end - at > MAX_ROW_BYTES:
         return _too_large(where, end - at), end
     try:
         buffer[at:end].encode()
     except UnicodeEncodeError as e:
-        return Record(
-            where,
-            None,
-            "not_utf8",
-            f"character {e.start + 1} of the row is not UTF-8; save the file as UTF-8",
-        ), end
+        message = f"character {e.start + 1} of the row is not UTF-8; save the file as UTF-8"
+        return Record(where, None, "not_utf8", message), end
     return _record_of(where, row, end - at), end
 
 
@@ -192,46 +186,36 @@ def _read_parquet(file: Any, path: str, name: str) -> Iterator[Record]:
             size = batch.nbytes // max(1, batch.num_rows)
             for i in range(batch.num_rows):
                 number += 1
-                where = f"{name}, row {number}"
-                try:
-                    (row,) = batch.slice(i, 1).to_pylist()
-                except UnicodeDecodeError as e:
-                    yield Record(
-                        where, None, "not_utf8", f"{e.reason} at byte {e.start + 1}; write text as UTF-8"
-                    )
-                    continue
-                yield Record(where, row, size=size)
+                yield _parquet_record(batch.slice(i, 1), f"{name}, row {number}", size)
     except pa.ArrowException as e:
         raise ValueError(f"{path} is not readable Parquet ({e}); write it again") from e
 
 
+def _parquet_record(batch: Any, where: str, size: int) -> Record:
+    try:
+        return Record(where, batch.to_pylist()[0], size=size)
+    except UnicodeDecodeError as e:
+        return Record(where, None, "not_utf8", f"{e.reason} at byte {e.start + 1}; write text as UTF-8")
+
+
 def _record_of(where: str, row: Any, size: int) -> Record:
-    if not isinstance(row, dict):
-        message = f"a row must be a JSON object, got {type(row).__name__}; write {{...}} with messages"
-        return Record(where, None, "not_an_object", message)
-    return Record(where, row, size=size)
+    if isinstance(row, dict):
+        return Record(where, row, size=size)
+    message = f"a row must be a JSON object, got {type(row).__name__}; write {{...}} with messages"
+    return Record(where, None, "not_an_object", message)
 
 
 def _too_large(where: str, size: int) -> Record:
-    return Record(
-        where,
-        None,
-        "row_too_large",
-        f"{size:,} bytes, more than {MAX_ROW_BYTES:,}; cut the row into conversations",
-    )
-
-
-def _repeated_key(where: str, error: RepeatedKeyError) -> Record:
-    return Record(where, None, "repeated_key", f"{error}; keep one of them")
+    message = f"{size:,} bytes, more than {MAX_ROW_BYTES:,}; cut the row into conversations"
+    return Record(where, None, "row_too_large", message)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Row:
     row = dict(pairs)
     if len(row) < len(pairs):
         names = [key for key, _ in pairs]
-        raise RepeatedKeyError(
-            f"an object has the key {next(k for k in names if names.count(k) > 1)!r} twice"
-        )
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise RepeatedKeyError(f"an object has the key {repeated!r} twice; keep one of them")
     return row
 
 

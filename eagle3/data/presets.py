@@ -1,4 +1,4 @@
-"""Well-known data sets: where each lies on the hub, and how its rows become rows of a format that is recognised.
+"""Well-known data sets: their hub paths, and mappings of their rows to known formats.
 
 A mapping sees one row as `datasets` yields it; what is missing from the row raises KeyError, which the caller
 counts.
@@ -17,7 +17,7 @@ from eagle3.data.files import Row
 
 @dataclass(frozen=True)
 class Preset:
-    """path: the data set, as in SourceConfig.path, or "" where a source must say it itself.
+    """path: the data set, as in SourceConfig.path, or "" if a source must name it.
 
     map_row: its row to {conversations} or {messages, tools}.
     """
@@ -42,37 +42,32 @@ def _conversations(row: Row) -> Row:
 
 
 def _toolace(row: Row) -> Row:
-    """The functions stand as a JSON list in the system text, calls as [Name(key=value), …] in the assistant's."""
+    """Functions are a JSON list in the system text, calls are [Name(key=value), …] in the assistant's."""
     system, tools = _cut_out_tools(row["system"])
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for turn in row["conversations"]:
-        role, text = turn["from"], turn["value"]
-        calls = _parse_calls(text) if role == "assistant" else []
+        message = {"role": turn["from"], "content": turn["value"]}
+        calls = _parse_calls(turn["value"]) if turn["from"] == "assistant" else []
         if calls:
-            functions = [
-                {"type": "function", "function": {"name": name, "arguments": arguments}}
-                for name, arguments in calls
-            ]
-            messages.append({"role": role, "content": "", "tool_calls": functions})
-        else:
-            messages.append({"role": role, "content": text})
+            message |= {"content": "", "tool_calls": calls}
+        messages.append(message)
     return {"messages": messages, "tools": tools}
 
 
 def _cut_out_tools(system: str) -> tuple[str, list[Row]]:
-    """Split a system text before its list of functions; the words that introduce the list and what follows go with it."""
+    """The system text and its functions; where it has a list of functions, the text only introduces that."""
     at = system.find('[{"name"')
     if at < 0:
         return system, []
     functions, _ = json.JSONDecoder().raw_decode(system, at)
-    return "", [{"type": "function", "function": function} for function in functions]
+    return "", functions
 
 
 CALL_NAME = re.compile(r"(?:^\[|\)\s*,)\s*([^()\[\]{}'\"=,]+)\(")
 
 
-def _parse_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """[Name(key=value), …] as (name, arguments); empty for any other text. Names may hold spaces and dots."""
+def _parse_calls(text: str) -> list[dict[str, Any]]:
+    """[Name(key=value), …] as {name, arguments}; empty for any other text. Names may hold spaces and dots."""
     names: list[str] = []
 
     def rename(match: re.Match[str]) -> str:
@@ -85,7 +80,9 @@ def _parse_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
         read = [_read_arguments(call) for call in calls]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    return list(zip(names, read, strict=True)) if len(names) == len(read) else []
+    if len(names) != len(read):
+        return []
+    return [{"name": name, "arguments": found} for name, found in zip(names, read, strict=True)]
 
 
 def _read_arguments(call: ast.expr) -> dict[str, Any]:
@@ -106,16 +103,13 @@ JSON_TYPE_OF = {
 
 
 def _bfcl(row: Row) -> Row:
-    """The user's turns stand in lists, one for each answer that is asked for; no answers, no tool results."""
-    tools = []
-    for function in row["function"]:
-        parameters = _json_schema(function["parameters"])
-        tools.append({"type": "function", "function": {**function, "parameters": parameters}})
+    """The user's turns are lists, one for each answer to give; there are no answers and no tool results."""
+    tools = [{**function, "parameters": _json_schema(function["parameters"])} for function in row["function"]]
     return {"messages": [message for turn in row["question"] for message in turn], "tools": tools}
 
 
 def _json_schema(schema: Row) -> Row:
-    """A schema with the names of types of JSON Schema, those of its parts included; a property may itself be called type."""
+    """The schema with JSON Schema's names of types, also in its parts; a property may itself be called type."""
     mapped = {key: value for key, value in schema.items() if key != "type"}
     kind = JSON_TYPE_OF.get(str(schema.get("type")).lower())
     if kind:

@@ -15,7 +15,7 @@ from eagle3.config.data import SourceConfig
 from eagle3.config.resources import PodDisks
 from eagle3.config.run import RunSettings
 from eagle3.data.prepare import check_sources
-from eagle3.data.sources import pin_sources, resolve_source
+from eagle3.data.sources import pin_sources, source_version
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.initial import check_settings, read_settings, resolve_initial
 from eagle3.draft.speculators import expected_shapes
@@ -107,7 +107,7 @@ def _with_rows(
     found: Preflight, cfg: RunSettings, given: list[SourceConfig], heldout: str, target_dir: str
 ) -> Preflight:
     """Survey the sources and check what they hold."""
-    versions = [resolve_source(source)[1] for source in (*cfg.data.sources, *cfg.data.excluded)]
+    versions = [source_version(source) for source in (*cfg.data.sources, *cfg.data.excluded)]
     sources = given + pin_sources(cfg.data.sources, versions[: len(cfg.data.sources)])
     held_out = SourceConfig(path=heldout, name="heldout")
     surveys, num_heldout = survey(sources, held_out, target_dir, cfg.data, cfg.regenerate.enabled)

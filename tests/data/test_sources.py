@@ -22,9 +22,9 @@ from eagle3.data.sources import (
     hub_parts,
     pin_sources,
     read_source,
-    resolve_source,
     source_name,
-    without_places,
+    source_version,
+    without_paths,
 )
 from tests.helpers.signed_server import SIGNATURE, signed_server
 
@@ -68,10 +68,10 @@ def test_a_hub_data_set_streams_its_split_and_subset(hub: Any) -> None:
 
 
 def test_a_hub_data_set_is_its_commit(hub: Any) -> None:
-    assert resolve_source(SourceConfig(path="org/chats:train")) == ("org/chats:train", "c0")
-    assert resolve_source(SourceConfig(path="org/chats:train", revision="v1")) == ("org/chats:train", "c1")
+    assert source_version(SourceConfig(path="org/chats:train")) == "c0"
+    assert source_version(SourceConfig(path="org/chats:train", revision="v1")) == "c1"
     hub[None] = "c2"
-    assert resolve_source(SourceConfig(path="org/chats:train"))[1] == "c2"
+    assert source_version(SourceConfig(path="org/chats:train")) == "c2"
 
 
 def test_the_pinned_commit_is_what_datasets_is_asked_for(
@@ -87,7 +87,7 @@ def test_the_pinned_commit_is_what_datasets_is_asked_for(
         SourceConfig(path="org/chats:short:train", revision="v1"),
         SourceConfig(path=str(write(tmp_path / "a.jsonl", "a"))),
     ]
-    pinned = pin_sources(sources, [resolve_source(source)[1] for source in sources])
+    pinned = pin_sources(sources, [source_version(source) for source in sources])
     assert pinned[1] == sources[1]
     list(read_source(pinned[0]))
     assert asked == [(("org/chats", "short"), {"split": "train", "streaming": True, "revision": "c1"})]
@@ -125,14 +125,14 @@ def test_a_directory_at_a_url_is_read_and_identified_as_one_on_the_disk(tmp_path
             f.write(path.read_bytes())
     assert prompts_of(path="memory://store/rows") == prompts_of(path=str(tmp_path / "rows"))
     here, there = (
-        resolve_source(SourceConfig(path=p))[1] for p in (str(tmp_path / "rows"), "memory://store/rows")
+        source_version(SourceConfig(path=p)) for p in (str(tmp_path / "rows"), "memory://store/rows")
     )
     assert here == there
 
 
 def test_the_version_of_files_is_their_content(tmp_path: Path) -> None:
     def version(path: Path) -> str:
-        return resolve_source(SourceConfig(path=str(path)))[1]
+        return source_version(SourceConfig(path=str(path)))
 
     one, same = write(tmp_path / "x/a.jsonl", "one"), write(tmp_path / "y/b.jsonl", "one")
     assert version(one) == version(same)
@@ -154,7 +154,7 @@ def test_the_version_of_files_is_their_content(tmp_path: Path) -> None:
 )
 def test_a_place_that_is_none_is_an_error(path: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
-        resolve_source(SourceConfig(path=path))
+        source_version(SourceConfig(path=path))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_pre_signed_file_is_read_by_its_own_format_and_named_without_its_signa
         file.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     source = SourceConfig(path=f"{signed.url}/{name}?{SIGNATURE}=s3cr3t")
     assert [(r.where.partition(",")[0], r.row) for r in read_source(source)] == [(name, row) for row in rows]
-    assert resolve_source(source)[1] == resolve_source(SourceConfig(path=str(file)))[1]
+    assert source_version(source) == source_version(SourceConfig(path=str(file)))
 
 
 def test_another_signature_is_the_same_source_in_all_keys(signed: Any) -> None:
@@ -206,10 +206,10 @@ def test_another_signature_is_the_same_source_in_all_keys(signed: Any) -> None:
     urls = [f"{signed.url}/rows.jsonl?{SIGNATURE}={signature}" for signature in signed.accepted]
     sources = [SourceConfig(path=url) for url in urls]
     assert {source_name(source) for source in sources} == {"rows.jsonl"}
-    first, second = (without_places(DataConfig(sources=[s], excluded=[s])).model_dump_json() for s in sources)
+    first, second = (without_paths(DataConfig(sources=[s], excluded=[s])).model_dump_json() for s in sources)
     assert first == second
     assert "s3cr3t" not in first
-    assert resolve_source(sources[0])[1] == resolve_source(sources[1])[1]
+    assert source_version(sources[0]) == source_version(sources[1])
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_what_is_wrong_with_a_signed_url_is_said_without_its_signature(
         (signed.directory / bad).write_text("no rows")
     source = SourceConfig(path=f"{signed.url}/{name}?{SIGNATURE}={signature}")
     with pytest.raises(
-        ValueError, match=f"{name} is refused .*signed anew" if signature == "s3cr3t-old" else name
+        ValueError, match=f"{name} is refused .*new signature" if signature == "s3cr3t-old" else name
     ) as e:
         list(read_source(source))
     assert "s3cr3t" not in "".join(traceback.format_exception(e.value)) + caplog.text

@@ -16,7 +16,7 @@ from eagle3.config.engine import EngineConfig, ExtractConfig, FanOutConfig, Rege
 from eagle3.config.resources import ResourcesConfig
 from eagle3.data.chat import load_chat_tokenizer
 from eagle3.data.script import Script
-from eagle3.data.sources import without_places
+from eagle3.data.sources import without_paths
 from eagle3.engine import engine as target_engine
 from eagle3.engine.engine import stop
 from eagle3.regenerate.generator import outcomes_text
@@ -88,7 +88,7 @@ def data(target: Target) -> PreparedData:
         target=target,
         target_digest=target.digest,
         given=cfg,
-        data=without_places(cfg),
+        data=without_paths(cfg),
         regenerate=True,
     )
     return prepared

@@ -109,7 +109,7 @@ def prepare_data_node(
     resources: ResourcesConfig,
 ) -> PreparedData:
     """prepare_data on the pod that the recipe asks for."""
-    from eagle3.data.sources import without_places
+    from eagle3.data.sources import without_paths
 
     node = data_pod(resources).node(
         prepare_data,
@@ -121,7 +121,7 @@ def prepare_data_node(
         target=target,
         target_digest=target_digest,
         given=data,
-        data=without_places(data),
+        data=without_paths(data),
         regenerate=regenerate,
     )
     return cast(PreparedData, node)
