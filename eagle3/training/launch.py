@@ -1,8 +1,8 @@
-"""Training in processes of its own: one, or torchrun with one for each GPU. The caller waits, and hears why they ended.
+"""Training in processes of its own: one, or torchrun with one for each GPU. The caller waits and learns why they ended.
 
-A trainer that is told to stop (SIGTERM, Ctrl-C) finishes its step, saves and ends with PREEMPTED_CODE. What would come again, bad
-data or settings, too little memory, a mistake in the code, ends it with REFUSED_CODE and the message in refused-<rank>.txt; after
-a lost rank or store (failed-<rank>.txt), or a kill, another try may succeed.
+A trainer that is told to stop (SIGTERM, Ctrl-C) finishes its step, saves and ends with PREEMPTED_CODE. A permanent error, such
+as bad data, bad settings or too little memory, ends it with REFUSED_CODE and the message in refused-<rank>.txt. After a lost
+rank or store (message in failed-<rank>.txt), or a kill, another try may succeed.
 """
 
 import logging
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ JOB_NAME, LOCK_NAME, PREEMPTED_NAME = "job.json", "trainer.lock", "preempted"
 
 
 class Preempted(TransientError):
-    """The trainer was told to stop and saved a checkpoint first; the same job goes on from it."""
+    """The trainer was told to stop and saved a checkpoint first; the same job resumes from it."""
 
 
 class TrainJob(BaseModel):
@@ -38,7 +38,7 @@ class TrainJob(BaseModel):
 
     shard_dirs: hidden-state shards in order, local directories or fsspec URLs. vocab_path: vocab.safetensors. target_dir: the
     target's files; embedding, final norm and head are read. layer_ids: aux layers of the shards, ascending. out_dir: gets
-    draft.safetensors, draft.json, metrics.jsonl; a checkpoint that lies there is gone on from. init_dir: a draft in the
+    draft.safetensors, draft.json, metrics.jsonl; a run resumes from the checkpoint in it. init_dir: a draft in the
     Speculators format to start from, "" for none.
     """
 
@@ -54,15 +54,15 @@ class TrainJob(BaseModel):
 
 
 def train_in_processes(
-    job: TrainJob, on_progress: Callable[[], None] | None = None, every_s: float = 15.0
+    job: TrainJob, on_progress: Callable[[], None] = lambda: None, every_s: float = 15.0
 ) -> None:
     """Run a job to its end.
 
     Args:
-        on_progress: called every `every_s` seconds and once at the end, whatever the end is.
+        on_progress: called every `every_s` seconds and at the end, however it ends.
 
     Raises:
-        ValueError: another try would end the same way; in the trainer's words.
+        ValueError: another try would end the same way; with the trainer's message.
         Preempted: after a SIGTERM, when the trainer has saved what it had; run the job again.
         KeyboardInterrupt: after Ctrl-C, when the trainer has saved.
         RankDied: the trainer died; its last checkpoint is sound.
@@ -75,40 +75,45 @@ def train_in_processes(
     num_processes = count_processes(job.cfg)
     process = subprocess.Popen(_command(out / JOB_NAME, num_processes), env=_environment(num_processes))
     try:
-        with _passing_on_signals(process) as received:
-            while (code := _wait(process, every_s)) is None:
-                if on_progress:
-                    on_progress()
-            if on_progress:
+        with _forwarding_signals(process) as received:
+            code: int | None = None
+            while code is None:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(every_s)
                 on_progress()
     finally:
         if process.poll() is None:
             process.terminate()
             process.wait()
-    _raise_failure(code, received, out)
+    raise_failure(code, received, out)
     for used in (JOB_NAME, LOCK_NAME):
         (out / used).unlink(missing_ok=True)
     for left in out.glob("chunks-*"):  # of an attempt with more processes
         shutil.rmtree(left)
 
 
-def _raise_failure(code: int, received: set[int], out: Path) -> None:
-    """Say why the trainer ended, unless its job was done; received: the signals that were passed on to it."""
+def raise_failure(code: int, received: set[int], out: Path) -> None:
+    """Raise the reason why the trainer ended, unless its job was done.
+
+    Args:
+        code: its exit code.
+        received: the signals that were forwarded to it.
+    """
     if signal.SIGINT in received:
         raise KeyboardInterrupt
-    # Before all else of a trainer's own: torchrun stops, and a lost neighbour breaks, the ranks beside the one that refused.
+    # Report refusals first: when one rank refuses, torchrun kills the others, so their exit codes are only consequences.
     refused = _messages(out, "refused")
     if (refused or code == REFUSED_CODE) and signal.SIGTERM not in received:
-        raise ValueError(refused or "training cannot go on; the trainer's own words stand above")
+        raise ValueError(refused or "training cannot continue; the trainer's own message is above")
     if code == PREEMPTED_CODE or (out / PREEMPTED_NAME).exists() or (code and signal.SIGTERM in received):
-        raise Preempted(f"training was told to stop; run it again to go on from its checkpoint in {out}")
+        raise Preempted(f"training was told to stop; run it again to resume from its checkpoint in {out}")
     if code:
-        words = _messages(out, "failed") or "its own words stand above"
-        raise RankDied(f"the trainer ended with code {code}: {words}; run again to go on from {out}")
+        message = _messages(out, "failed") or "its own message is above"
+        raise RankDied(f"the trainer ended with code {code}: {message}; run again to resume from {out}")
 
 
 def _messages(out: Path, kind: str) -> str:
-    """What the processes left as their last words, each once."""
+    """The last messages of the processes, each once."""
     return "; ".join(dict.fromkeys(path.read_text() for path in sorted(out.glob(f"{kind}-*.txt"))))
 
 
@@ -118,60 +123,41 @@ def count_processes(cfg: TrainConfig) -> int:
 
     gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
     if not cfg.processes and gpus > cfg.packs_per_step:
-        idle = gpus - cfg.packs_per_step
-        logger.warning(
-            "%d of %d GPUs stay idle; raise train.packs_per_step to a multiple of %d", idle, gpus, gpus
-        )
+        message = "%d of %d GPUs stay idle; raise train.packs_per_step to a multiple of %d"
+        logger.warning(message, gpus - cfg.packs_per_step, gpus, gpus)
     return cfg.processes or min(gpus, cfg.packs_per_step) or 1
 
 
 def _command(job_path: Path, num_processes: int) -> list[str]:
-    run = ["-m", "eagle3.training.run", str(job_path)]
-    if num_processes == 1:
-        return [sys.executable, *run]
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(num_processes),
-        *run,
-    ]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+    launcher = torchrun if num_processes > 1 else []
+    return [sys.executable, *launcher, "-m", "eagle3.training.run", str(job_path)]
 
 
 def _environment(num_processes: int) -> dict[str, str]:
-    """The caller's, with eagle3 importable, its cores shared out, and its pid, so that nobody trains for a dead caller."""
+    """The caller's, with eagle3 importable, the cores shared out, and the caller's pid: no one trains for a dead caller."""
     root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    settings = {LAUNCHER_PID: str(os.getpid()), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S)}
-    threads = (
-        {} if num_processes == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes))}
-    )
-    return os.environ | threads | settings | {"PYTHONPATH": os.pathsep.join(paths)}
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
+    added = {LAUNCHER_PID: str(os.getpid()), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S)}
+    added["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    if num_processes > 1:
+        added["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // num_processes))
+    return os.environ | added
 
 
 @contextmanager
-def _passing_on_signals(process: subprocess.Popen[bytes]) -> Iterator[set[int]]:
-    """Pass SIGTERM and SIGINT on to the trainer, as far as Python lets this thread; yields the set of those that came."""
+def _forwarding_signals(process: subprocess.Popen[bytes]) -> Iterator[set[int]]:
+    """Forward SIGTERM and SIGINT to the trainer, if this is the main thread; yields the set of those received."""
     received: set[int] = set()
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
 
-    def pass_on(number: int, frame: Any) -> None:
+    def forward(number: int, frame: Any) -> None:
         received.add(number)
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield received
     finally:

@@ -37,7 +37,7 @@ from eagle3.training.distributed import DistContext
 from eagle3.training.launch import Preempted, TrainJob
 from eagle3.training.loader import Pack, ShardRows, read_packs
 from eagle3.training.metrics import MetricLog
-from eagle3.training.optimizer import make_optimizers, set_learning_rate
+from eagle3.training.optimizer import set_learning_rate
 from eagle3.training.schedule import Schedule, make_schedule, split_pack
 from eagle3.training.step import PART_TOKENS, Objective, Trainer, judge, train_step
 from eagle3.vocab import Vocab, load_vocab
@@ -79,10 +79,8 @@ def train(
             "make it again"
         )
     draft = make_draft(job, target, vocab.target_ids).to(dist.device)
-    lk_eta = cfg.lk_eta if cfg.loss == "lk_hybrid" else None
     head = TargetHead.from_target(target, vocab.target_ids, dist.device)
-    objective = Objective(draft, head, dtype, lk_eta)
-    trainer = Trainer.from_objective(objective, make_optimizers(draft, cfg), dist, cfg)
+    trainer = Trainer(Objective(draft, head, dtype, cfg), dist, cfg)
     schedule = make_schedule(rows, cfg, identity_of(job, draft, vocab))
     TrainingRun(trainer, schedule, rows, out).run(should_stop, judge_first=bool(job.init_dir))
     shutil.rmtree(cache_dir)

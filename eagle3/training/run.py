@@ -1,4 +1,4 @@
-"""One training process: `python -m eagle3.training.run job.json`, alone or started by torchrun. See launch.py for how it ends."""
+"""One training process: `python -m eagle3.training.run job.json`, alone or started by torchrun; launch.py says how it ends."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ from eagle3.training.loop import train
 
 
 class StopRequest:
-    """Asked before every step: was this process told to stop, or has the one that started it died?"""
+    """Whether this process was told to stop, or the one that started it died; asked before every step."""
 
     def __init__(self) -> None:
         self.received = False
@@ -42,7 +42,7 @@ class StopRequest:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether the process runs; one that is dead but not yet reaped does not."""
+    """Whether a process runs: one that is dead but not yet reaped does not."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -54,13 +54,13 @@ def _is_alive(pid: int) -> bool:
 
 @contextmanager
 def only_trainer(out: Path, stop: StopRequest) -> Iterator[None]:
-    """Wait until no other trainer writes into the directory: one whose caller was killed may still be saving.
+    """Wait until no other trainer writes into the directory: after a kill of its caller one may still be saving.
 
     Raises:
         Preempted: if told to stop meanwhile.
     """
     if (lock := try_lock(out / LOCK_NAME)) is None:
-        logging.info("waiting for another trainer that is at work in %s", out)
+        logging.info("waiting for another trainer in %s", out)
     while lock is None:
         if stop(0):
             raise Preempted("stopped while another trainer was at work")
@@ -80,7 +80,7 @@ def main(job_path: str) -> int:
     job = TrainJob.model_validate_json(Path(job_path).read_text())
     out = Path(job.out_dir)
     rank = int(os.environ.get("RANK", "0"))
-    # The others wait in join_ranks for the first, so none of them touches anything before it holds the lock.
+    # The other ranks wait in init_distributed for the first, so they write nothing before it holds the lock.
     try:
         with only_trainer(out, stop) if rank == 0 else nullcontext():
             train(job, init_distributed(job.cfg.device), stop)
@@ -89,24 +89,21 @@ def main(job_path: str) -> int:
             (out / PREEMPTED_NAME).touch()
         return PREEMPTED_CODE
     except Exception as e:
-        # A full disk or a lost file may be another in the next pod.
-        is_over = not (isinstance(e, OSError) or is_transient(e))
-        logging.exception("training cannot go on" if is_over else "training cannot go on now")
+        # OSErrors too: the next pod may have room on its disk.
+        may_retry = isinstance(e, OSError) or is_transient(e)
+        logging.exception("training failed" if may_retry else "training cannot continue")
         with suppress(OSError):
-            (out / f"{'refused' if is_over else 'failed'}-{rank}.txt").write_text(_words(e))
-        return REFUSED_CODE if is_over else 1
+            (out / f"{'failed' if may_retry else 'refused'}-{rank}.txt").write_text(_message(e))
+        return 1 if may_retry else REFUSED_CODE
     finally:
         close_distributed()
     return 0
 
 
-def _words(error: Exception) -> str:
-    """What the caller is told: our own messages as they stand, others with their class, and what helps where memory is short."""
-    text = (
-        str(error)
-        if isinstance(error, ValueError | FloatingPointError | OSError)
-        else f"{type(error).__name__}: {error}"
-    )
+def _message(error: Exception) -> str:
+    """What the caller reads: our own messages unchanged, others with their class, and a remedy where memory is short."""
+    is_ours = isinstance(error, ValueError | FloatingPointError | OSError)
+    text = str(error) if is_ours else f"{type(error).__name__}: {error}"
     if is_out_of_memory(error):
         text += "; lower train.pack_tokens, or ask for more memory under resources.trainer (accelerator, mem)"
     return text

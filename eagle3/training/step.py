@@ -22,6 +22,7 @@ from eagle3.draft.batch import PackedBatch
 from eagle3.draft.loss import TargetHead, UnrollLoss, coverage, unroll_loss
 from eagle3.draft.model import Eagle3Draft
 from eagle3.training.distributed import DistContext
+from eagle3.training.optimizer import make_optimizers
 
 # Tokens of a part: a pack is worked on in parts of whole rows, whose gradients add up. On a CPU larger parts cost more: 490
 # tokens per CPU-second with 4,096 or 8,192 tokens, 431 with 16,384, 392 with 32,768 (width 576, half supervised).
@@ -29,17 +30,24 @@ PART_TOKENS = {"cpu": 4096}
 
 
 class Objective(nn.Module):
-    """The unroll and its loss, computed in `dtype` from float32 master weights."""
+    """The unroll and its loss, computed in `dtype` from float32 master weights.
 
-    def __init__(
-        self, draft: Eagle3Draft, target: TargetHead, dtype: torch.dtype, lk_eta: float | None
-    ) -> None:
+    in_draft: [V] bool, True for tokens of the draft vocabulary. step_weights: [I] float32.
+    """
+
+    def __init__(self, draft: Eagle3Draft, target: TargetHead, dtype: torch.dtype, cfg: TrainConfig) -> None:
         super().__init__()
         self.draft = draft
-        self.target, self.dtype, self.lk_eta = target, dtype, lk_eta
+        self.target = target
+        self.dtype = dtype
+        self.lk_eta = cfg.lk_eta if cfg.loss == "lk_hybrid" else None
+        self.in_draft = torch.zeros(len(target.head), dtype=torch.bool, device=target.head.device)
+        self.in_draft[target.target_ids] = True
+        self.step_weights = torch.tensor(cfg.step_weights, device=target.head.device)
 
-    def forward(self, batch: PackedBatch, visible: VisibleKeys, weights: Tensor) -> UnrollLoss:
-        """weights: [I, S] of every pair; see loss.unroll_loss."""
+    def forward(self, batch: PackedBatch, visible: VisibleKeys, slot_weights: Tensor) -> UnrollLoss:
+        """The loss of a pack; slot_weights: [S] float32."""
+        weights = batch.valid * self.step_weights[:, None] * slot_weights
         states, head = self.states(batch, visible), self.draft.lm_head.weight
         return unroll_loss(states, head, batch, self.target, weights, self.lk_eta)
 
@@ -51,38 +59,17 @@ class Objective(nn.Module):
         return functional_call(self.draft, cast, (batch, visible))  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
 class Trainer:
-    """What every step works on.
+    """What every step works on. parallel: the objective, wrapped for data parallelism where there are several processes."""
 
-    parallel: the objective, wrapped for data parallelism where there are several processes. in_draft: [V] bool, True for
-    tokens of the draft vocabulary. step_weights: [I].
-    """
-
-    objective: Objective
-    parallel: nn.Module
-    optimizers: dict[str, torch.optim.Optimizer]
-    in_draft: Tensor
-    step_weights: Tensor
-    dist: DistContext
-    cfg: TrainConfig
-
-    @classmethod
-    def from_objective(
-        cls,
-        objective: Objective,
-        optimizers: dict[str, torch.optim.Optimizer],
-        dist: DistContext,
-        cfg: TrainConfig,
-    ) -> "Trainer":
-        """Wrap the objective and work out the constants."""
-        parallel: nn.Module = objective
+    def __init__(self, objective: Objective, dist: DistContext, cfg: TrainConfig) -> None:
+        self.objective = objective
+        self.parallel: nn.Module = objective
         if dist.size > 1:
-            parallel = DistributedDataParallel(objective, forward_sync_buffers=False)
-        in_draft = torch.zeros(len(objective.target.head), dtype=torch.bool, device=dist.device)
-        in_draft[objective.target.target_ids] = True
-        step_weights = torch.tensor(cfg.step_weights, device=dist.device)
-        return cls(objective, parallel, optimizers, in_draft, step_weights, dist, cfg)
+            self.parallel = DistributedDataParallel(objective, forward_sync_buffers=False)
+        self.optimizers = make_optimizers(objective.draft, cfg)
+        self.dist = dist
+        self.cfg = cfg
 
 
 @dataclass(frozen=True)
@@ -116,15 +103,17 @@ def train_step(trainer: Trainer, batches: list[PackedBatch]) -> StepResult:
     device, sums = trainer.dist.device, dict[str, Tensor]()
     losses, all_hits = [], []
     for number, batch in enumerate(batches):
+        slot_weights, weight_sum = batch.slot_weights(trainer.cfg.averaging)
+        if device.type == "cuda":
+            slot_weights = slot_weights.pin_memory()
         visible, moved = VisibleKeys.from_batch(batch, device), batch.to(device)
-        weights, weight_sum = pair_weights(trainer, batch, moved)
         # Processes exchange gradients with the last part of a step only.
         with nullcontext() if number == len(batches) - 1 else _no_sync(trainer.parallel):
-            result: UnrollLoss = trainer.parallel(moved, visible, weights)
+            result: UnrollLoss = trainer.parallel(moved, visible, slot_weights.to(device, non_blocking=True))
             result.loss.backward()
         losses.append(result.loss.detach())
         all_hits.append(find_hits(result.argmax, moved))
-        part = _part_sums(trainer, moved, result, all_hits[-1]) | {"weight": weight_sum}
+        part = _part_sums(trainer.objective, moved, result, all_hits[-1], weight_sum)
         sums = {name: sums[name] + value for name, value in part.items()} if sums else part
     total = trainer.dist.sum_over_ranks(sums)
     norm = update_weights(trainer, total["weight"])
@@ -154,29 +143,21 @@ def update_weights(trainer: Trainer, weight_sum: Tensor) -> Tensor:
     return norm
 
 
-def pair_weights(trainer: Trainer, batch: PackedBatch, moved: PackedBatch) -> tuple[Tensor, Tensor]:
-    """[I, S] weight of every pair, zero where it is not valid, and the sum of the slot weights [] float64."""
-    slot_weights, weight_sum = batch.slot_weights(trainer.cfg.averaging)
-    device = trainer.dist.device
-    if device.type == "cuda":
-        slot_weights = slot_weights.pin_memory()
-    weights = moved.valid * trainer.step_weights[:, None] * slot_weights.to(device, non_blocking=True)
-    return weights, _on_device(weight_sum, device)
-
-
-def _on_device(number: float, device: torch.device) -> Tensor:
-    """[] float64, filled on the device: a copy from the host would wait for it."""
-    return torch.full((), number, dtype=torch.float64, device=device)
-
-
-def _part_sums(trainer: Trainer, batch: PackedBatch, result: UnrollLoss, hits: Tensor) -> dict[str, Tensor]:
+def _part_sums(
+    objective: Objective, batch: PackedBatch, result: UnrollLoss, hits: Tensor, weight_sum: int
+) -> dict[str, Tensor]:
     """Float64 sums over a part: [] each, or [I] for those by step."""
-    inside = (trainer.in_draft[batch.labels()[0]] & batch.valid[0]).sum()
+
+    def filled(number: int) -> Tensor:
+        # Filled on the device: a copy from the host would wait for it.
+        return torch.full((), number, dtype=torch.float64, device=hits.device)
+
     return {
+        "weight": filled(weight_sum),
+        "tokens": filled(len(batch.token_ids)),
+        "supervised": filled(len(batch.slots)),
+        "inside": (objective.in_draft[batch.labels()[0]] & batch.valid[0]).sum().double(),
         "loss": result.loss.detach().double(),
-        "tokens": _on_device(len(batch.token_ids), trainer.dist.device),
-        "supervised": _on_device(len(batch.slots), trainer.dist.device),
-        "inside": inside.double(),
         "loss_by_step": result.per_step.double(),
         "hits_by_step": hits.sum(1).double(),
         "valid_by_step": batch.valid.sum(1).double(),
@@ -205,18 +186,15 @@ def judge(trainer: Trainer, batches: Iterable[PackedBatch]) -> dict[str, Any]:
         counts += walk_batch(hits.cpu(), batch)
         mass += float(coverage(objective.target.normed(moved.last), objective.target).sum())
         slots += len(batch.slots)
-    sums: dict[str, Any] = {
-        "rounds": counts.rounds,
-        "accepted": counts.accepted_by_position,
-        "mass": mass,
-        "slots": slots,
+    own: dict[str, Any] = {"rounds": counts.rounds, "accepted": counts.accepted_by_position}
+    own |= {"mass": mass, "slots": slots}
+    sums = {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in own.items()}
+    total: dict[str, Any] = {
+        name: value.tolist() for name, value in trainer.dist.sum_over_ranks(sums).items()
     }
-    total = trainer.dist.sum_over_ranks(
-        {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in sums.items()}
-    )
-    over_ranks = AcceptanceCounts(int(total["rounds"]), tuple(int(a) for a in total["accepted"].tolist()))
+    counts = AcceptanceCounts(int(total["rounds"]), tuple(map(int, total["accepted"])))
     return {
-        "validation_acceptance_length": over_ranks.acceptance_length,
-        "validation_acceptance_by_position": over_ranks.by_position,
-        "validation_coverage": float(total["mass"]) / max(1.0, float(total["slots"])),
+        "validation_acceptance_length": counts.acceptance_length,
+        "validation_acceptance_by_position": counts.by_position,
+        "validation_coverage": total["mass"] / max(1, total["slots"]),
     }

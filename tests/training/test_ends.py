@@ -1,4 +1,4 @@
-"""How a trainer's end reaches its caller: what would come again as ValueError, what passes as RankDied."""
+"""How a trainer's end reaches its caller: a permanent error as ValueError, a transient one as RankDied."""
 
 import logging
 import signal
@@ -65,13 +65,13 @@ def end(monkeypatch: pytest.MonkeyPatch, out: Path, error: BaseException | None,
     ],
     ids=repr,
 )
-def test_what_would_come_again_is_the_callers_value_error(
+def test_a_permanent_error_is_the_callers_value_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, said: str
 ) -> None:
     code = end(monkeypatch, tmp_path, error)
     assert code == REFUSED_CODE
     with pytest.raises(ValueError, match=f"^{said}"):
-        launch._raise_failure(code, set(), tmp_path)
+        launch.raise_failure(code, set(), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -84,23 +84,21 @@ def test_what_would_come_again_is_the_callers_value_error(
     ],
     ids=repr,
 )
-def test_what_passes_is_the_callers_runtime_error_with_its_words(
+def test_a_transient_error_reaches_the_caller_as_a_dead_rank_with_its_message(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
 ) -> None:
     code = end(monkeypatch, tmp_path, error)
     assert code == 1
     with pytest.raises(RankDied, match=rf"the trainer ended with code 1: .*{error.args[-1]}; run again"):
-        launch._raise_failure(code, set(), tmp_path)
+        launch.raise_failure(code, set(), tmp_path)
 
 
 def test_a_killed_trainer_may_run_again(tmp_path: Path) -> None:
-    with pytest.raises(
-        RankDied, match="the trainer ended with code -9: its own words stand above; run again"
-    ):
-        launch._raise_failure(-9, set(), tmp_path)
+    with pytest.raises(RankDied, match="the trainer ended with code -9: its own message is above; run again"):
+        launch.raise_failure(-9, set(), tmp_path)
 
 
-def test_the_rank_that_is_out_of_memory_is_heard_and_not_those_that_lost_it(
+def test_the_rank_that_is_out_of_memory_is_reported_and_not_those_that_lost_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """torchrun stops the others, one of them in the middle of a collective."""
@@ -108,12 +106,12 @@ def test_the_rank_that_is_out_of_memory_is_heard_and_not_those_that_lost_it(
     assert end(monkeypatch, tmp_path, OUT_OF_MEMORY, rank=1) == REFUSED_CODE
     assert end(monkeypatch, tmp_path, RankDied("connection closed by peer"), rank=2) == 1
     with pytest.raises(ValueError, match="^OutOfMemoryError: CUDA out of memory"):
-        launch._raise_failure(1, set(), tmp_path)
+        launch.raise_failure(1, set(), tmp_path)
     with pytest.raises(Preempted):
-        launch._raise_failure(1, {signal.SIGTERM}, tmp_path)
+        launch.raise_failure(1, {signal.SIGTERM}, tmp_path)
 
 
-def test_a_lost_neighbour_breaks_a_sum_of_gloo_as_a_dead_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_rank_ends_an_exchange_with_rank_died(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_reduce(_: torch.Tensor) -> None:
         raise RuntimeError("Connection closed by peer")
 
@@ -124,7 +122,7 @@ def test_a_lost_neighbour_breaks_a_sum_of_gloo_as_a_dead_rank(monkeypatch: pytes
         DistContext(0, 2, torch.device("cpu")).any_rank(True)
 
 
-def test_a_refusal_counts_though_its_words_could_not_be_written(
+def test_a_refusal_counts_though_its_message_could_not_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write = Path.write_text
@@ -138,11 +136,11 @@ def test_a_refusal_counts_though_its_words_could_not_be_written(
         patch.setattr(Path, "write_text", full)
         code = end(patch, tmp_path, ValueError("wrong"))
     assert "ValueError: wrong" in caplog.text
-    with pytest.raises(ValueError, match="the trainer's own words stand above"):
-        launch._raise_failure(code, set(), tmp_path)
+    with pytest.raises(ValueError, match="the trainer's own message is above"):
+        launch.raise_failure(code, set(), tmp_path)
 
 
 def test_a_finished_training_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code = end(monkeypatch, tmp_path, None)
     assert code == 0
-    launch._raise_failure(code, set(), tmp_path)
+    launch.raise_failure(code, set(), tmp_path)

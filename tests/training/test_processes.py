@@ -70,10 +70,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def test_a_run_killed_and_then_told_to_stop_goes_on_to_the_same_weights_bit_for_bit(
+def test_a_run_killed_and_then_told_to_stop_ends_with_the_same_weights_bit_for_bit(
     inputs: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Against a run in this process that nobody disturbs."""
+    """Against a run in this process without a break."""
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     with pytest.raises(RuntimeError, match="the trainer ended with code -9"):
         train_in_processes(
@@ -89,7 +89,7 @@ def test_a_run_killed_and_then_told_to_stop_goes_on_to_the_same_weights_bit_for_
             stop_once(cut)
 
     only_when_told = make_job(inputs, cut, **LONG | {"checkpoint_every": 100_000})
-    with pytest.raises(Preempted, match="run it again to go on"):
+    with pytest.raises(Preempted, match="run it again to resume"):
         train_in_processes(only_when_told, stop_later, every_s=0.02)
     assert len(calls) > 1
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -105,7 +105,7 @@ def test_a_run_killed_and_then_told_to_stop_goes_on_to_the_same_weights_bit_for_
     assert losses == [m["loss"] for m in read_metrics(whole / "metrics.jsonl")]
 
 
-def test_nobody_trains_for_a_dead_caller(inputs: dict[str, Any], tmp_path: Path) -> None:
+def test_a_trainer_stops_when_its_caller_is_dead(inputs: dict[str, Any], tmp_path: Path) -> None:
     job = make_job(inputs, tmp_path, **LONG | {"epochs": 4000})
     caller = FORK.Process(target=train_in_processes, args=(job,))
     caller.start()
@@ -184,7 +184,7 @@ def test_two_processes_equal_one(inputs: dict[str, Any], tmp_path: Path, averagi
     assert lengths == [m["validation_acceptance_length"] for m in a if "validation_acceptance_length" in m]
 
 
-def test_two_processes_told_to_stop_save_once_and_go_on(inputs: dict[str, Any], tmp_path: Path) -> None:
+def test_two_processes_told_to_stop_save_once_and_resume(inputs: dict[str, Any], tmp_path: Path) -> None:
     settings = LONG | {"processes": 2, "packs_per_step": 2}
 
     def stop_once_running() -> None:

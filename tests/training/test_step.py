@@ -2,6 +2,7 @@
 
 import torch
 
+from eagle3.config.training import TrainConfig
 from eagle3.draft.attention import VisibleKeys
 from eagle3.draft.batch import PackedBatch, pack_rows
 from eagle3.draft.loss import TargetHead
@@ -13,11 +14,11 @@ def loss_and_gradients(batch: PackedBatch) -> list[torch.Tensor]:
     """Loss of a pack, and the gradients of every trained parameter and of the aux states."""
     draft = tiny_draft(head="target_trained")
     head = TargetHead.from_target(tiny_target(), draft_target_ids())
-    objective = Objective(draft, head, torch.float64, None)
+    objective = Objective(draft, head, torch.float64, TrainConfig())
     aux = batch.aux.clone().requires_grad_()
     object.__setattr__(batch, "aux", aux)
     visible = VisibleKeys.from_batch(batch, torch.device("cpu"))
-    loss = objective(batch, visible, batch.valid.double()).loss
+    loss = objective(batch, visible, torch.ones(len(batch.slots), dtype=torch.float64)).loss
     return [loss, *torch.autograd.grad(loss, [aux, *draft.parameters()])]
 
 
