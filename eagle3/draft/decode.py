@@ -1,7 +1,7 @@
 """Reference drafting: the recurrence that vLLM runs, slow and plain, and speculative decoding with it in plain torch.
 
-Written apart from `model.py` on purpose: training is tested against this file, this file against the engine. Of tokens t[0..m]
-the target just sampled t[m]; aux states a[p] are known for p = 0 … m-1; the draft guesses d[1], d[2], … for t[m+1], …:
+It shares no code with `model.py` on purpose: training is tested against this file, this file against the engine. Of tokens
+t[0..m] the target just sampled t[m]; aux states a[p] are known for p = 0 … m-1; the draft guesses d[1], d[2], … for t[m+1], …:
 
     step   fed token   hidden input               RoPE position   guess
     0      t[p+1]      fc(a[p]), every p < m      p               d[1], from the last slot p = m-1
@@ -28,10 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 @dataclass(frozen=True)
 class DraftState:
-    """Where a draft stands after one step.
-
-    logits: [K] of the next guess. hidden: [1, H], fed back. keys, values: [P, G, D], everything written so far.
-    """
+    """A draft after one step. logits: [K] of the next guess. hidden: [1, H], fed back. keys, values: [P, G, D] so far."""
 
     logits: Tensor
     hidden: Tensor
@@ -59,10 +56,8 @@ class ReferenceDraft:
         self.fc_norm: bool = config["fc_norm"]
         self.norm_output: bool = config["norm_output"]
         self.layer_ids: list[int] = config["eagle_aux_hidden_state_layer_ids"]
-        self.head_dim: int = (
-            getattr(self.config, "head_dim", None)
-            or self.config.hidden_size // self.config.num_attention_heads
-        )
+        size = self.config.hidden_size // self.config.num_attention_heads
+        self.head_dim: int = getattr(self.config, "head_dim", None) or size
         self.eps: float = self.config.rms_norm_eps
         self.weights = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         draft_ids = torch.arange(config["draft_vocab_size"])
@@ -77,12 +72,8 @@ class ReferenceDraft:
     ) -> "ReferenceDraft":
         """Read an exported directory."""
         path = Path(export_dir)
-        return cls(
-            json.loads((path / "config.json").read_text()),
-            load_file(path / "model.safetensors"),
-            embedding,
-            dtype,
-        )
+        config = json.loads((path / "config.json").read_text())
+        return cls(config, load_file(path / "model.safetensors"), embedding, dtype)
 
     @torch.no_grad()
     def prefill(self, token_ids: list[int], aux: Tensor) -> DraftState:
@@ -98,9 +89,8 @@ class ReferenceDraft:
                 f"{len(token_ids)} tokens need aux states [{m}, {len(self.layer_ids)}, H] and at least two tokens, "
                 f"got {list(aux.shape)}; give the states of all positions but the last"
             )
-        return self._layer(
-            torch.tensor(token_ids[1:]), self._combine(aux.to(self.dtype)), torch.arange(m), None
-        )
+        hidden = self._combine(aux.to(self.dtype))
+        return self._layer(torch.tensor(token_ids[1:]), hidden, torch.arange(m), None)
 
     @torch.no_grad()
     def step(self, state: DraftState, token_id: int) -> DraftState:
@@ -151,34 +141,28 @@ class ReferenceDraft:
         attended, keys, values = self._attention(torch.cat([embed, normed], dim=-1), positions, past)
         residual = residual + attended
         inner = self._norm(residual, "layers.0.post_attention_layernorm")
-        gated = F.silu(self._linear(inner, "layers.0.mlp.gate_proj")) * self._linear(
-            inner, "layers.0.mlp.up_proj"
-        )
-        before_norm = residual + self._linear(gated, "layers.0.mlp.down_proj")
-        last = self._norm(before_norm[-1:], "norm")
-        return DraftState(
-            self._linear(last, "lm_head")[0], last if self.norm_output else before_norm[-1:], keys, values
-        )
+        gate, up = (self._linear(inner, f"layers.0.mlp.{name}_proj") for name in ("gate", "up"))
+        before_norm = (residual + self._linear(F.silu(gate) * up, "layers.0.mlp.down_proj"))[-1:]
+        last = self._norm(before_norm, "norm")
+        fed_back = last if self.norm_output else before_norm
+        return DraftState(self._linear(last, "lm_head")[0], fed_back, keys, values)
 
     def _attention(
         self, x: Tensor, positions: Tensor, past: DraftState | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [L, 2H] -> output [L, H], and all keys and values so far, [P, G, D] each."""
         queries, keys, values = (self._heads(x, f"layers.0.self_attn.{n}_proj") for n in "qkv")
         if self.config.model_type == "qwen3":
-            queries, keys = (
-                self._norm(queries, "layers.0.self_attn.q_norm"),
-                self._norm(keys, "layers.0.self_attn.k_norm"),
-            )
+            queries = self._norm(queries, "layers.0.self_attn.q_norm")
+            keys = self._norm(keys, "layers.0.self_attn.k_norm")
         queries, keys = self._rotate(queries, positions), self._rotate(keys, positions)
         num_past = 0
         if past is not None:
             num_past = len(past.keys)
             keys, values = torch.cat([past.keys, keys]), torch.cat([past.values, values])
         group = queries.shape[1] // keys.shape[1]
-        scores = (
-            torch.einsum("qnd,knd->nqk", queries, keys.repeat_interleave(group, 1)).to(self.wide)
-            * self.head_dim**-0.5
-        )
+        products = torch.einsum("qnd,knd->nqk", queries, keys.repeat_interleave(group, 1))
+        scores = products.to(self.wide) * self.head_dim**-0.5
         hidden_keys = torch.ones(len(x), len(keys), dtype=torch.bool).triu(num_past + 1)
         shares = scores.masked_fill(hidden_keys, -torch.inf).softmax(-1).to(self.dtype)
         out = torch.einsum("nqk,knd->qnd", shares, values.repeat_interleave(group, 1))
@@ -215,9 +199,10 @@ def speculative_generate(
 ) -> tuple[list[int], int, list[int]]:
     """Greedy speculative decoding: the same tokens as plain greedy decoding, and the counts that vLLM reports.
 
-    The first token comes from the prompt's own pass. Every later pass is one round: the target reads its newest token and the k
-    guesses, keeps the guesses that equal its own argmax up to the first that does not, and adds one token of its own. A round's
-    accepted guesses are counted before the answer is cut at its end (vllm/v1/core/sched/scheduler.py, update_from_output).
+    The first token comes from the prompt's own pass. Every later pass is one round: the target reads its newest token and the
+    k guesses, keeps the guesses that equal its own argmax up to the first that does not, and adds one token of its own. A
+    round's accepted guesses are counted before the answer is cut at its end (vllm/v1/core/sched/scheduler.py,
+    update_from_output).
 
     Args:
         target: causal language model with a key-value cache.
@@ -236,7 +221,8 @@ def speculative_generate(
     num_layers = target.config.num_hidden_layers
     if max(draft.layer_ids) >= num_layers:
         raise ValueError(
-            f"aux layer ids must stay below the target's {num_layers} layers here, got {draft.layer_ids}; use the vLLM engine"
+            f"aux layer ids must stay below the target's {num_layers} layers here, got {draft.layer_ids}; "
+            "use the vLLM engine"
         )
     tokens, rounds, accepted = list(prompt_ids), 0, [0] * k
     output = target(torch.tensor([tokens]), use_cache=True, output_hidden_states=True)
@@ -244,12 +230,8 @@ def speculative_generate(
     tokens.append(int(output.logits[0, -1].argmax()))
     while not _finished(tokens[len(prompt_ids) :], max_new_tokens, eos_ids):
         guesses = draft.propose(tokens, aux, k)
-        output = target(
-            torch.tensor([[tokens[-1], *guesses]]),
-            past_key_values=cache,
-            use_cache=True,
-            output_hidden_states=True,
-        )
+        fed = torch.tensor([[tokens[-1], *guesses]])
+        output = target(fed, past_key_values=cache, use_cache=True, output_hidden_states=True)
         own = output.logits[0].argmax(-1).tolist()
         kept = next((i for i, guess in enumerate(guesses) if guess != own[i]), k)
         rounds += 1

@@ -1,7 +1,7 @@
-"""The draft that training goes on from: which one a name means, its files, and whether it fits the target.
+"""The draft that training starts from: which one a name means, its files, and whether it fits the target.
 
-A name is a hub id, a directory, a URL that fsspec reads (s3://…), or runs/<run_name> of an earlier run on this machine. What is
-fetched is a copy in the Speculators format with nothing left to defaults. Only JSON and safetensors are read.
+A name is a hub id, a directory, a URL that fsspec reads (s3://…), or runs/<run_name> of an earlier run on this machine. The
+fetched copy is in the Speculators format with nothing left to defaults. Only JSON and safetensors are read.
 """
 
 import json
@@ -30,42 +30,39 @@ from eagle3.uris import redact, redact_secrets, uri_kind
 
 logger = logging.getLogger(__name__)
 FILES = ("config.json", "model.safetensors")
-IGNORED_TENSORS = (
-    "embed_tokens.weight",
-    "t2d",
-    "d2t",
-)  # the embedding is the target's; the maps have checks of their own
+# The embedding is the target's; the maps have checks of their own.
+IGNORED_TENSORS = ("embed_tokens.weight", "t2d", "d2t")
 
 
 @redact_secrets()
 def resolve_initial(init_from: str, revision: str = "") -> tuple[str, str]:
-    """Find what `init_from` stands for now, without fetching it.
+    """Find what `init_from` means now, without fetching it.
 
     Args:
         init_from: hub id, directory, URL, or runs/<run_name>.
         revision: hub branch, tag or commit; empty means the default branch.
 
     Returns:
-        place: hub id, absolute directory or URL, for `fetch_initial`.
+        uri: hub id, absolute directory or URL, for `fetch_initial`.
         digest: hub commit, or digest of the files' content.
 
     Raises:
-        ValueError: if nothing is there; names it and the remedy.
+        ValueError: if there is no such draft; names it and the remedy.
     """
-    place = _place(init_from)
-    if uri_kind(place) == "hub":
-        return place, hub_commit("initial draft", place, revision)
+    uri = _uri_of(init_from)
+    if uri_kind(uri) == "hub":
+        return uri, hub_commit("initial draft", uri, revision)
     if revision:
         logger.warning("train.init_revision %r is ignored: %s is not on the hub", revision, redact(init_from))
-    return place, _content_digest(place)
+    return uri, _content_digest(uri)
 
 
 @redact_secrets()
-def fetch_initial(place: str, digest: str, target: dict[str, Any], out_dir: str | Path) -> None:
+def fetch_initial(uri: str, digest: str, target: dict[str, Any], out_dir: str | Path) -> None:
     """Put the draft's files into `out_dir`, its config.json completed by `complete_config`.
 
     Args:
-        place, digest: as `resolve_initial` found them.
+        uri, digest: from `resolve_initial`.
         target: the target's config.json.
         out_dir: made if absent.
 
@@ -73,35 +70,35 @@ def fetch_initial(place: str, digest: str, target: dict[str, Any], out_dir: str 
         ValueError: if the files are gone, have changed since, or are not an EAGLE-3 draft in the Speculators format.
     """
     out = Path(out_dir)
-    _copy_files(place, digest, out, FILES)
-    if uri_kind(place) != "hub" and _content_digest(str(out)) != digest:
-        raise ValueError(f"initial draft {redact(place)} changed while the run was going on; run again")
-    (out / "config.json").write_text(json.dumps(_completed(place, out, target), indent=2))
+    _copy_files(uri, digest, out, FILES)
+    if uri_kind(uri) != "hub" and _content_digest(str(out)) != digest:
+        raise ValueError(f"initial draft {redact(uri)} changed during the run; run again")
+    (out / "config.json").write_text(json.dumps(_completed(uri, out, target), indent=2))
 
 
 @redact_secrets()
-def read_settings(place: str, digest: str, target: dict[str, Any]) -> dict[str, Any]:
-    """The completed config.json alone, for a check before anything expensive starts; arguments as for `fetch_initial`."""
+def read_settings(uri: str, digest: str, target: dict[str, Any]) -> dict[str, Any]:
+    """The completed config.json alone, for an early check; arguments as for `fetch_initial`."""
     with tempfile.TemporaryDirectory() as out:
-        _copy_files(place, digest, Path(out), FILES[:1])
-        return _completed(place, Path(out), target)
+        _copy_files(uri, digest, Path(out), FILES[:1])
+        return _completed(uri, Path(out), target)
 
 
-def _copy_files(place: str, digest: str, out: Path, names: Sequence[str]) -> None:
+def _copy_files(uri: str, digest: str, out: Path, names: Sequence[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    if uri_kind(place) == "hub":
-        download_from_hub("initial draft", place, digest, out, names)
+    if uri_kind(uri) == "hub":
+        download_from_hub("initial draft", uri, digest, out, names)
         return
     for name in names:
-        with _naming_missing(place, name):
-            copy_file(f"{place}/{name}", out / name)
+        with _naming_missing(uri, name):
+            copy_file(f"{uri}/{name}", out / name)
 
 
-def _completed(place: str, copy: Path, target: dict[str, Any]) -> dict[str, Any]:
+def _completed(uri: str, copy: Path, target: dict[str, Any]) -> dict[str, Any]:
     try:
         return complete_config(read_config(copy), target, aux_layer_ids([], target["num_hidden_layers"]))
     except ValueError as e:
-        raise ValueError(f"initial draft {redact(place)}: {e}") from e
+        raise ValueError(f"initial draft {redact(uri)}: {e}") from e
 
 
 def check_initial(draft_dir: str | Path, target: dict[str, Any], layer_ids: list[int]) -> None:
@@ -117,23 +114,23 @@ def check_initial(draft_dir: str | Path, target: dict[str, Any], layer_ids: list
     """
     config = read_config(draft_dir)
     check_settings(config, target, layer_ids)
-    _raise_on(_tensor_faults(draft_dir, config))
+    _refuse(_tensor_faults(draft_dir, config))
 
 
 def check_settings(config: dict[str, Any], target: dict[str, Any], layer_ids: list[int]) -> None:
     """`check_initial` for a completed config.json alone."""
-    _raise_on(_setting_faults(config, target, layer_ids))
+    _refuse(_setting_faults(config, target, layer_ids))
 
 
-def _raise_on(faults: Iterable[str]) -> None:
+def _refuse(faults: Iterable[str]) -> None:
     if found := "; ".join(faults):
         raise ValueError(
-            f"the draft of train.init_from does not fit: {found}; choose another draft, or none to start afresh"
+            f"the draft of train.init_from does not fit: {found}; choose another draft, or none to start from scratch"
         )
 
 
 def warn_of_overrides(draft_dir: str | Path, cfg: TrainConfig) -> None:
-    """Say which flags of the settings give way to those of the initial draft."""
+    """Warn of each flag in the settings that the initial draft overrides."""
     config = read_config(draft_dir)
     for flag in FLAGS:
         if config[flag] != getattr(cfg, flag):
@@ -156,10 +153,8 @@ def _setting_faults(config: dict[str, Any], target: dict[str, Any], layer_ids: l
     if layer["max_position_embeddings"] < target.get("max_position_embeddings", 0):
         yield f"its max_position_embeddings {layer['max_position_embeddings']} end before the target's"
     if config["eagle_aux_hidden_state_layer_ids"] != layer_ids:
-        yield (
-            f"it reads aux layers {config['eagle_aux_hidden_state_layer_ids']}, the states hold {layer_ids} "
-            "(set extract.layer_ids to the former)"
-        )
+        own = config["eagle_aux_hidden_state_layer_ids"]
+        yield f"it reads aux layers {own}, the states hold {layer_ids} (set extract.layer_ids to {own})"
     if not 1 <= config["draft_vocab_size"] <= layer["vocab_size"]:
         yield f"draft_vocab_size must be 1 to {layer['vocab_size']}, got {config['draft_vocab_size']}"
 
@@ -168,7 +163,7 @@ def _tensor_faults(draft_dir: str | Path, config: dict[str, Any]) -> Iterator[st
     stored, wanted = read_shapes(draft_dir), expected_shapes(config)
     known = wanted.keys() | set(IGNORED_TENSORS)
     for name in sorted(stored.keys() - known):
-        yield f"tensor {name} {list(stored[name])} has no place in a draft of these settings"
+        yield f"tensor {name} {list(stored[name])} does not belong to a draft of these settings"
     for name, shape in wanted.items():
         if name != "t2d" and stored.get(name) != shape:
             yield f"tensor {name}: expected shape {list(shape)}, found {list(stored[name]) if name in stored else 'none'}"
@@ -179,7 +174,7 @@ def _tensor_faults(draft_dir: str | Path, config: dict[str, Any]) -> Iterator[st
             yield f"tensor d2t must map to ascending target ids from 0 to {last}"
 
 
-def _place(init_from: str) -> str:
+def _uri_of(init_from: str) -> str:
     kind = uri_kind(init_from)
     if kind == "url":
         return init_from.rstrip("/")
@@ -190,8 +185,8 @@ def _place(init_from: str) -> str:
         return str(path.resolve())
     if kind == "path" or init_from.startswith("runs/"):
         raise ValueError(
-            f"train.init_from {init_from}: no such directory on the machine that looks for it; correct it, and in a remote run "
-            "give a hub id like org/draft or a URL like s3://bucket/draft: a pod cannot read directories of your machine"
+            f"train.init_from {init_from}: no such directory on this machine; correct it, and in a remote run give "
+            "a hub id like org/draft or a URL like s3://bucket/draft: a pod cannot read directories of your machine"
         )
     return init_from
 
@@ -208,19 +203,19 @@ def _export_of(summary_path: Path) -> str:
     return export_dir
 
 
-def _content_digest(place: str) -> str:
+def _content_digest(uri: str) -> str:
     digests = []
     for name in FILES:
-        with _naming_missing(place, name):
-            digests.append(file_sha256(f"{place}/{name}"))
+        with _naming_missing(uri, name):
+            digests.append(file_sha256(f"{uri}/{name}"))
     return digest_of(*digests)
 
 
 @contextmanager
-def _naming_missing(place: str, name: str) -> Iterator[None]:
+def _naming_missing(uri: str, name: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as e:
         raise ValueError(
-            f"initial draft {redact(place)} has no {name}; give a draft in the Speculators format, its weights in one file"
+            f"initial draft {redact(uri)} has no {name}; give a draft in the Speculators format, its weights in one file"
         ) from e

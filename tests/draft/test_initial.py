@@ -134,7 +134,7 @@ def test_a_revision_of_a_directory_is_ignored_with_a_warning(
 def test_a_draft_that_changed_after_it_was_resolved_is_refused(tmp_path: Path) -> None:
     found = resolve_initial(str(write_draft(tmp_path / "draft")))
     (tmp_path / "draft/config.json").write_text("{}")
-    with pytest.raises(ValueError, match="changed while the run was going on"):
+    with pytest.raises(ValueError, match="changed during the run"):
         fetch_initial(*found, TARGET, tmp_path / "out")
 
 
@@ -275,7 +275,7 @@ def test_a_draft_without_a_map_says_every_target_token(tmp_path: Path) -> None:
             lambda c, t: t.update({"fc.weight": torch.ones(3, 2)}),
             r"fc.weight: expected shape \[64, 192\], found \[3, 2\]",
         ),
-        (lambda c, t: t.update({"fc.bias": torch.ones(64)}), r"fc.bias \[64\] has no place"),
+        (lambda c, t: t.update({"fc.bias": torch.ones(64)}), r"fc.bias \[64\] does not belong"),
         (lambda c, t: c.update(fc_norm=True), "fc_norm.0.weight: expected"),
         (lambda c, t: t.pop("d2t"), r"d2t: expected shape \[41\], found none"),
         (
