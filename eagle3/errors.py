@@ -1,7 +1,7 @@
 """Classify exceptions as transient or permanent.
 
-Transient: a connection, a store, an engine or a rank was lost, so another try may succeed. All else is permanent, also a plain
-RuntimeError: code that saw something die raises one of the classes below.
+Transient: a connection, a store, an engine or a rank was lost, so another try may succeed. All else is
+permanent, also a plain RuntimeError: code that saw something die raises one of the classes below.
 """
 
 import errno
@@ -28,7 +28,7 @@ class StoreError(TransientError, ConnectionError):
     """A store did not answer, or did not keep what it was given."""
 
 
-# Errors of libraries by module and name. No library is imported for it: one that is not loaded raises nothing.
+# Classes of libraries by module and name; a library that is not imported raises nothing.
 _TRANSIENT_CLASSES = (
     ("torch", "AcceleratorError"),  # CUDA
     ("torch.distributed", "DistError"),  # NCCL and the rendezvous
@@ -42,7 +42,7 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether another try may succeed. Too little memory is permanent, though CUDA reports it like a lost GPU."""
+    """Whether another try may succeed. Too little memory is permanent."""
     if is_out_of_memory(error):
         return False
     of_libraries = filter(None, map(_loaded, _TRANSIENT_CLASSES))
@@ -52,7 +52,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an allocation failed, by Python or by torch, on a GPU or a CPU: this error or one that caused it."""
+    """Whether this error or one of its causes is a failed allocation of Python or torch, GPU or CPU."""
     torch_error = _loaded(("torch", "OutOfMemoryError"))
     while error is not None:
         if isinstance(error, MemoryError) or (torch_error and isinstance(error, torch_error)):

@@ -1,8 +1,9 @@
 """Write the directory that stock vLLM serves (Speculators format), after a check of every tensor.
 
-vLLM loads a draft without `d2t`, `fc`, `lm_head` or `hidden_norm` silently, and then accepts no draft token. So `verify_export`
-compares every tensor with what config.json implies. `embed_tokens` is left out: the engine uses the target's. If the draft
-vocabulary is the whole target vocabulary, `d2t` and `t2d` are left out too: the engine refuses a mapping then.
+vLLM loads a draft without `d2t`, `fc`, `lm_head` or `hidden_norm` silently, and then accepts no draft token.
+So `verify_export` compares every tensor with what config.json implies. `embed_tokens` is left out: the engine
+uses the target's. If the draft vocabulary is the whole target vocabulary, `d2t` and `t2d` are left out too:
+the engine refuses a mapping then.
 """
 
 import json
@@ -121,12 +122,13 @@ def check_public_name(name: str) -> None:
     """Refuse a name that is no hub id, such as a local path.
 
     Raises:
-        ValueError: says what to set.
+        ValueError: names the setting and what to give.
     """
     if uri_kind(name) != "hub":
         raise ValueError(
-            f"the exported draft must name its target as others know it, got {redact(name)!r}; set target.public_name to a hub id "
-            "such as org/model (a local path does not exist where the draft is served)"
+            f"the exported draft must name its target as others know it, got {redact(name)!r}; set "
+            "target.public_name to a hub id such as org/model (a local path does not exist where the draft "
+            "is served)"
         )
 
 
@@ -141,7 +143,7 @@ def verify_export(export_dir: str | Path) -> str:
     """
     path = Path(export_dir)
     config = _read_json(path / "config.json")
-    faults = list(_config_faults(config))
+    faults = [f"config.json: {fault}" for fault in _config_faults(config)]
     if not faults:
         faults = list(_tensor_faults(config, _read_tensors(path / "model.safetensors")))
     if faults:
@@ -153,42 +155,45 @@ def _config_faults(config: dict[str, Any]) -> Iterator[str]:
     """Yield the faults of config.json. A missing flag is one: engine and format have different defaults."""
     for flag in FLAGS:
         if not isinstance(config.get(flag), bool):
-            yield f"config.json: {flag} must be true or false, got {config.get(flag)!r}"
+            yield f"{flag} must be true or false, got {config.get(flag)!r}"
     if config.get("speculators_model_type") != "eagle3":
-        yield f"config.json: speculators_model_type must be eagle3, got {config.get('speculators_model_type')!r}"
+        yield f"speculators_model_type must be eagle3, got {config.get('speculators_model_type')!r}"
     if config.get("tie_word_embeddings") is not False:
-        yield "config.json: tie_word_embeddings must be false, the draft has its own head"
+        yield "tie_word_embeddings must be false, the draft has its own head"
     if config.get("dtype") not in FLOAT_DTYPES:
-        yield f"config.json: dtype must be one of {', '.join(FLOAT_DTYPES)}, got {config.get('dtype')!r}"
+        yield f"dtype must be one of {', '.join(FLOAT_DTYPES)}, got {config.get('dtype')!r}"
     try:
         proposal = config["speculators_config"]["proposal_methods"][0]
         verifier = config["speculators_config"]["verifier"]
         if proposal["speculative_tokens"] < 1 or not verifier["architectures"]:
-            yield "config.json: speculative_tokens must be at least 1 and the verifier's architectures given"
-        if not may_be_hub_id(verifier["name_or_path"]):
-            yield f"config.json: the verifier must have a public name, got {verifier['name_or_path']!r}"
+            yield "speculative_tokens must be at least 1 and the verifier's architectures given"
+        if not may_be_hub_id(verifier["name_or_path"] or ""):
+            yield f"the verifier must have a public name, got {verifier['name_or_path']!r}"
         yield from _shape_setting_faults(config, config["transformer_layer_config"])
     except (KeyError, IndexError, TypeError) as e:
-        yield f"config.json lacks a key or holds the wrong kind of value ({e!r})"
+        yield f"a key is missing or has a value of the wrong kind ({e!r})"
 
 
 def _shape_setting_faults(config: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
     ids = config["eagle_aux_hidden_state_layer_ids"]
     num_aux = layer.get("num_aux_hidden_states", 3)
     if not ids or ids != sorted(set(ids)) or ids[0] < 0:
-        yield f"config.json: aux layer ids must ascend from 0 or more, got {ids}"
+        yield f"aux layer ids must ascend from 0 or more, got {ids}"
     if num_aux != len(ids):
-        yield f"config.json: transformer_layer_config.num_aux_hidden_states must be {len(ids)}, the engine reads {num_aux}"
+        yield f"transformer_layer_config.num_aux_hidden_states must be {len(ids)}, the engine reads {num_aux}"
     if layer["model_type"] not in LAYER_TYPES or layer["num_hidden_layers"] != 1:
-        yield f"config.json: the draft must be one llama or qwen3 layer, got {layer['num_hidden_layers']} {layer['model_type']!r}"
+        found = f"{layer['num_hidden_layers']} {layer['model_type']!r}"
+        yield f"the draft must be one llama or qwen3 layer, got {found}"
     if layer.get("attention_bias") or layer.get("mlp_bias") or layer.get("tie_word_embeddings"):
-        yield "config.json: attention_bias, mlp_bias and tie_word_embeddings of the draft layer must be false"
+        yield "attention_bias, mlp_bias and tie_word_embeddings of the draft layer must be false"
     if "rope_theta" not in (layer.get("rope_parameters") or {}):
-        yield "config.json: transformer_layer_config must carry the trained rope_parameters with their rope_theta"
-    if config["target_hidden_size"] != layer["hidden_size"]:
-        yield f"config.json: the draft must be as wide as its target ({config['target_hidden_size']}), got {layer['hidden_size']}"
-    if not 1 <= config["draft_vocab_size"] <= layer["vocab_size"]:
-        yield f"config.json: draft_vocab_size must be 1 to {layer['vocab_size']} (the target's), got {config['draft_vocab_size']}"
+        yield "transformer_layer_config must carry the trained rope_parameters with their rope_theta"
+    width = config["target_hidden_size"]
+    if width != layer["hidden_size"]:
+        yield f"the draft must be as wide as its target ({width}), got {layer['hidden_size']}"
+    draft_vocab_size = config["draft_vocab_size"]
+    if not 1 <= draft_vocab_size <= layer["vocab_size"]:
+        yield f"draft_vocab_size must be 1 to {layer['vocab_size']} (the target's), got {draft_vocab_size}"
 
 
 def _tensor_faults(config: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[str]:

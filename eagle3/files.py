@@ -1,7 +1,7 @@
 """Files by local path or fsspec URL: hash, read, write, copy, list and lock.
 
-Whatever is written appears atomically. A store that fails is asked again. A store's credentials are its own environment
-variables. `uri` is a path or a URL everywhere.
+Whatever is written appears atomically. A store that fails is asked again. A store's credentials are its own
+environment variables. `uri` is a path or a URL everywhere.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ def files_digest(*paths: str | Path) -> str:
 
 
 def file_version(store: Any, path: str) -> str:
-    """A text that changes when a file does: from a store's strong entity tag, else from a hash, which reads the whole file.
+    """A text that changes when a file does: from a store's strong entity tag, else a hash of the whole file.
 
     Args:
         store: fsspec file system.
@@ -173,11 +173,11 @@ def list_files(uri: str, pattern: str) -> list[str]:
 
 @contextmanager
 def atomic_path(path: str | Path, shared: bool = False) -> Iterator[Path]:
-    """Yield a path next to it, which replaces it at the end. After an error or a kill the old file is still whole.
+    """Yield a path next to it, which replaces it at the end. After an error or a kill the old file is intact.
 
     Args:
         path: file or directory.
-        shared: several processes may write it at once. Otherwise the next writer removes what a killed one left.
+        shared: several processes may write it at once. Otherwise the next writer removes what a kill left.
     """
     part = Path(f"{path}.{uuid.uuid4().hex}.part" if shared else f"{path}.part")
     _remove(part)
@@ -215,7 +215,7 @@ def create_file(uri: str, data: bytes) -> None:
     """Write a file that must not exist; of several writers one succeeds (on a local disk and S3 at least).
 
     Raises:
-        FileExistsError: if it exists with other content. The same content is fine: an earlier attempt may have been cut off.
+        FileExistsError: if it exists with other content. The same content may be of an earlier attempt.
         StoreError: if the store does not take it.
     """
     try:
@@ -284,7 +284,7 @@ def remove_file(uri: str) -> None:
 
 
 def try_lock(path: str | Path) -> FileLock | None:
-    """Take a lock file, until `release` or the end of this process; None if another holds it. The file is not removed."""
+    """Hold a lock file until `release` or this process ends; None if another holds it. The file stays."""
     lock = FileLock(path, thread_local=False)
     try:
         lock.acquire(timeout=LOCK_TIMEOUT_S)

@@ -1,12 +1,13 @@
-"""Which draft is served: decided by acceptance length, recorded in a directory or at a URL that outlives runs.
+"""Which draft is served: decided by acceptance length, recorded in a directory or at a URL.
 
-    promoted.json             the draft to serve: {number, export, digest, acceptance_length, heldout_digest, target …}
-    promotions/00003.json     every promotion, here the third; promoted.json is a copy of the last one
-    drafts/<digest>/          the promoted exports; none is ever removed or overwritten
+    promoted.json           the draft to serve: {number, export, digest, acceptance_length, target …}
+    promotions/00003.json   every promotion, here the third; promoted.json is a copy of the last one
+    drafts/<digest>/        the promoted exports; none is ever removed or overwritten
 
-A promotion creates the file of the next number. The store lets one writer do that (a local disk and S3 at least; other stores may
-check first and then write). The second writer was compared with a draft that is no longer the current one, so it gets an error.
-Readers look for higher numbers than promoted.json has: a writer may have been killed between the two files.
+A promotion creates the file of the next number. The store lets one writer do that (a local disk and S3 at
+least; other stores may check first and then write). The second writer was compared with a draft that is no
+longer the current one, so it gets an error. Readers look for higher numbers than promoted.json has: a writer
+may have been killed between the two files.
 """
 
 import json
@@ -23,7 +24,7 @@ FILES = ("model.safetensors", "config.json")
 
 
 class Promoted(BaseModel):
-    """A promotion as in its file. number: counts up from 1. previous: digest of the draft before, "" for the first."""
+    """A promotion. number: counts up from 1. previous: digest of the draft before, "" for the first."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -39,7 +40,7 @@ class Promoted(BaseModel):
 
 @dataclass(frozen=True)
 class Measurement:
-    """An evaluated draft. digest: the export's. settings: everything else that the acceptance length depends on, as text."""
+    """An evaluated draft. digest: the export's. settings: what else the acceptance length depends on."""
 
     digest: str
     heldout_digest: str
@@ -83,8 +84,9 @@ def decide(
         return Decision(False, "it is the current draft")
     if (new.heldout_digest, new.settings) != (current.heldout_digest, current.settings):
         raise ValueError(
-            f"drafts are compared on the same held-out prompts and settings, got {new.heldout_digest} ({new.settings}) and "
-            f"{current.heldout_digest} ({current.settings}); evaluate the current draft again"
+            f"drafts are compared on the same held-out prompts and settings, got {new.heldout_digest} "
+            f"({new.settings}) and {current.heldout_digest} ({current.settings}); evaluate the current "
+            "draft again"
         )
     text = f"acceptance length {length:.3f} after {current.acceptance_length:.3f}, margin {margin}"
     is_worse = not length >= current.acceptance_length - margin
@@ -96,7 +98,7 @@ def current_promotion(uri: str) -> Promoted | None:
     """The draft that is served now; None if none was promoted yet.
 
     Raises:
-        ValueError: if promoted.json or a later promotion is not readable, or the export that it names is gone.
+        ValueError: if promoted.json or a later promotion is not readable, or its export is gone.
     """
     root = _root(uri)
     found = _read(f"{root}/{POINTER}")
@@ -104,21 +106,22 @@ def current_promotion(uri: str) -> Promoted | None:
     while (later := _read(_record(root, number))) is not None:
         if later.number != number:
             raise ValueError(
-                f"{redact(_record(root, number))} must have its own number {number}, got {later.number}; correct it"
+                f"{redact(_record(root, number))} must have its own number {number}, got {later.number}; "
+                "correct it"
             )
         found = later
         number += 1
     if found and file_size(f"{found.export}/{FILES[-1]}") is None:
         raise ValueError(
-            f"the promoted draft {redact(found.export)} is gone; put it back, or move {redact(root)}/{POINTER} and "
-            "promotions/ away to start again"
+            f"the promoted draft {redact(found.export)} is gone; put it back, or move "
+            f"{redact(root)}/{POINTER} and promotions/ away to start again"
         )
     return found
 
 
 @redact_secrets()
 def restore_pointer(uri: str) -> Promoted | None:
-    """The draft that is served now. Makes promoted.json name it, after a killed writer or a promotion added by hand."""
+    """The draft that is served now. Corrects promoted.json after a killed writer or a promotion by hand."""
     root = _root(uri)
     current = current_promotion(uri)
     if current and _read(f"{root}/{POINTER}") != current:
@@ -170,12 +173,13 @@ def _read(uri: str) -> Promoted | None:
         return Promoted.model_validate(json.loads(text))
     except (ValueError, ValidationError) as e:
         raise ValueError(
-            f"{redact(uri)} does not name a promoted draft ({e}); restore it from promotions/ next to it, or move it away"
+            f"{redact(uri)} does not name a promoted draft ({e}); restore it from promotions/ next to it, "
+            "or move it away"
         ) from e
 
 
 def _keep(export_dir: str, kept_dir: str) -> None:
-    """Copy the export's files, config.json last. A whole file of the same digest stays, a damaged one is replaced."""
+    """Copy the export's files, config.json last. A whole file stays, a damaged one is replaced."""
     if not is_remote(kept_dir):
         Path(kept_dir).mkdir(parents=True, exist_ok=True)
     for name in FILES:

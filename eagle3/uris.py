@@ -1,7 +1,8 @@
-"""URIs, that is paths, URLs and hub ids: how to print them without secrets, their kind and name, and which to refuse.
+"""URIs, that is paths, URLs and hub ids: print them without secrets, tell their kind and name, refuse some.
 
-A URL can hold secrets: user and password before its host, a signature or token in its query. A recipe must not name a URL of the
-first kind. Pre-signed URLs are of the second kind: the query is used for reading and is in no key, message or file.
+A URL can hold secrets: user and password before its host, a signature or token in its query. A recipe must
+not name a URL of the first kind. Pre-signed URLs are of the second kind: the query is used for reading and is
+in no key, message or file.
 """
 
 import re
@@ -10,10 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-# In an HTTP URL a token without a password counts too. In others a name alone is a login, or a container of Azure's.
-# A password with a slash ends the host too early; then the text after the colon is no port.
+# In an HTTP URL a token without a password counts too. In others a name alone is a login, or a container of
+# Azure's. A password with a slash ends the host too early; then the text after the colon is no port.
 _USER = re.compile(
-    r"(?i:(?<=http://)|(?<=https://))[^/?#\s]*@|(?<=://)[^/?#@:\s\[\]]*:(?!:|\d*(?:[/?#\s]|$))(?:[^/?#\s]*@|\S*@)"
+    r"(?i:(?<=http://)|(?<=https://))[^/?#\s]*@"
+    r"|(?<=://)[^/?#@:\s\[\]]*:(?!:|\d*(?:[/?#\s]|$))(?:[^/?#\s]*@|\S*@)"
 )
 # A message of a library may contain half a URL: a query is recognized after a URL, or by its own form.
 _QUERY = re.compile(r"(://[^\s'\"<>?#]*)[?#][^\s'\"<>]*|[?#][\w.~%+-]+=[^\s'\"<>]*")
@@ -38,14 +40,15 @@ def check_uri(uri: str) -> str:
     """Return the URI.
 
     Raises:
-        ValueError: if it carries credentials. The message shows only the scheme: the end of credentials is not always clear.
+        ValueError: if it carries credentials; shows only the scheme, for their end is not always clear.
     """
     if _USER.search(uri):
         scheme = uri.partition("://")[0]
         raise ValueError(
-            f"a URL must carry no user, password or token before its host, got one of {scheme}:// (not shown further); give a "
-            "store's credentials by its environment variables or the pods' service account, a server's key by EAGLE3_SERVER_KEY "
-            "(in a cluster by the secret that EAGLE3_SERVER_SECRET names)"
+            f"a URL must carry no user, password or token before its host, got one of {scheme}:// (not "
+            "shown further); give a store's credentials by its environment variables or the pods' service "
+            "account, a server's key by EAGLE3_SERVER_KEY (in a cluster by the secret that "
+            "EAGLE3_SERVER_SECRET names)"
         )
     return uri
 
@@ -57,7 +60,7 @@ def may_be_hub_id(name: str) -> bool:
 
 
 def uri_kind(name: str) -> Literal["hub", "path", "url"]:
-    """Whether a name is a hub id, a local path or a URL. A file or directory of that name takes precedence over a hub id."""
+    """Whether a name is a hub id, a local path or a URL. If a file has the name, it is a path."""
     if "://" in name:
         return "url"
     return "hub" if may_be_hub_id(name) and not Path(name).expanduser().exists() else "path"
@@ -65,10 +68,10 @@ def uri_kind(name: str) -> Literal["hub", "path", "url"]:
 
 @contextmanager
 def redact_secrets() -> Iterator[None]:
-    """Redact the messages of exceptions and of their causes; also a decorator. Clients of stores put whole URLs into them.
+    """Redact the messages of exceptions and their causes, which may contain whole URLs; also a decorator.
 
     Raises:
-        ConnectionError, FileNotFoundError, ValueError, OSError: the closest one, instead of an exception with a secret.
+        ConnectionError, FileNotFoundError, ValueError, OSError: the closest one to an error with a secret.
     """
     try:
         yield

@@ -1,9 +1,11 @@
-"""The draft vocabulary: the target tokens that are most frequent in supervised text, and the maps between the two numberings.
+"""The draft vocabulary: the most frequent target tokens of supervised text, and the maps between both ids.
 
     target id = draft id + d2t[draft id]      d2t [K] int64 offsets; draft ids in ascending target id order
     t2d[target id] is True                    t2d [V] bool; exactly the K target ids that have a draft id
 
-Five target tokens, counts 4 0 7 1 0, K = 3, end of turn 4:  kept 0 2 4,  d2t 0 1 2,  t2d 1 0 1 0 1,  coverage 11 / 12.
+Five target tokens, counts 4 0 7 1 0, K = 3, end of turn 4:
+
+    kept 0 2 4    d2t 0 1 2    t2d 1 0 1 0 1    coverage 11 / 12
 """
 
 import logging
@@ -73,8 +75,8 @@ class TokenCounter:
             return
         if not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise ValueError(
-                f"row {row.sample_id}: token ids {int(ids.min())} to {int(ids.max())} do not fit the target's vocabulary of "
-                f"{self.vocab_size}; prepare the shard with this target's tokenizer"
+                f"row {row.sample_id}: token ids {int(ids.min())} to {int(ids.max())} do not fit the "
+                f"target's vocabulary of {self.vocab_size}; prepare the shard with this target's tokenizer"
             )
         self._waiting.append(ids)
         self._num_waiting += len(ids)
@@ -118,7 +120,8 @@ def rank_tokens(counts: Tensor, always: Sequence[int]) -> Tensor:
     forced = sorted(set(always))
     if forced and not 0 <= forced[0] <= forced[-1] < len(counts):
         raise ValueError(
-            f"end-of-turn ids must lie below the target's {len(counts)}, got {forced}; check the target's config.json"
+            f"end-of-turn ids must lie below the target's {len(counts)}, got {forced}; check the target's "
+            "config.json"
         )
     ranking = counts.clone()
     ranking[forced] = counts.max() + 1
@@ -156,7 +159,7 @@ def build_vocab(counts: Tensor, size: int, always: Sequence[int]) -> Vocab:
         always: target ids that must be in it, such as every end of turn.
 
     Raises:
-        ValueError: if K exceeds V or cannot hold `always`, an id of `always` is not the target's, or nothing was counted.
+        ValueError: if K exceeds V or cannot hold `always`, one of them is not below V, or all counts are 0.
     """
     target_size = len(counts)
     forced = sorted(set(always))
@@ -192,8 +195,9 @@ def keep_vocab(counts: Tensor, target_ids: Tensor) -> Vocab:
     target_size = len(counts)
     if not (target_ids.diff() > 0).all() or not 0 <= int(target_ids[0]) <= int(target_ids[-1]) < target_size:
         raise ValueError(
-            f"the initial draft must map to ascending target ids below {target_size}, got {int(target_ids.min())} to "
-            f"{int(target_ids.max())}; set train.init_from to a draft for this target"
+            f"the initial draft must map to ascending target ids below {target_size}, got "
+            f"{int(target_ids.min())} to {int(target_ids.max())}; set train.init_from to a draft for this "
+            "target"
         )
     t2d = torch.zeros(target_size, dtype=torch.bool)
     t2d[target_ids] = True

@@ -149,12 +149,12 @@ def test_wrong_contents_of_a_tensor_are_named(
             "must be one llama or qwen3 layer",
         ),
         (lambda c, t: c["transformer_layer_config"].update(attention_bias=True), "attention_bias"),
-        (lambda c, t: c["transformer_layer_config"].pop("vocab_size"), "lacks a key .*vocab_size"),
+        (lambda c, t: c["transformer_layer_config"].pop("vocab_size"), "a key is missing .*vocab_size"),
         (
             lambda c, t: c["speculators_config"]["verifier"].update(name_or_path="/models/mine"),
             "must have a public name",
         ),
-        (lambda c, t: c["speculators_config"].update(proposal_methods=[]), "lacks a key"),
+        (lambda c, t: c["speculators_config"].update(proposal_methods=[]), "a key is missing"),
     ],
 )
 def test_wrong_settings_are_named(exported: Path, tmp_path: Path, change: Any, message: str) -> None:

@@ -1,8 +1,8 @@
-"""The chunks of a hidden-state shard while it is written: which rows each holds, which are finished, and the staging directory.
+"""The chunks of a hidden-state shard that is written: their rows, the finished ones, the staging directory.
 
-The cut into chunks follows from the rows alone, so a later attempt cuts the shard in the same way. A finished chunk's manifest
-entry is in `chunk-00003.json` until the manifest collects it: {"digest", "entry"}. The digest is the shard's, so chunks of other
-rows or settings are not taken over.
+The cut into chunks follows from the rows alone, so a later attempt cuts the shard in the same way. A finished
+chunk's manifest entry is in `chunk-00003.json` until the manifest collects it: {"digest", "entry"}. The
+digest is the shard's, so chunks of other rows or settings are not taken over.
 """
 
 import json
@@ -29,7 +29,7 @@ def row_bytes(row: TokenRow, num_aux: int, hidden_size: int, encoding: str) -> i
 
 
 def plan_chunks(sizes: list[int], chunk_bytes: int) -> list[list[Frame]]:
-    """Cut a shard into chunks of frames: a frame ends with the row that fills it, a chunk with the frame that fills it.
+    """Cut a shard into chunks of frames. The row that fills a frame ends it, and so does a frame for a chunk.
 
     Args:
         sizes: of the rows before compression, bytes.
@@ -108,10 +108,10 @@ def finished_manifest(out: str | Path) -> dict[str, Any] | None:
 
 
 class Staging:
-    """The directory in which one writer of a shard makes one chunk at a time, locked against a second writer on this machine.
+    """The directory where a shard's writer makes one chunk at a time, locked against a second writer here.
 
-    It is `.chunk` in a local shard, so that a chunk is moved and not copied; Flyte does not upload dot files. For a shard at a
-    URL it is in the temporary directory.
+    It is `.chunk` in a local shard, so that a chunk is moved and not copied; Flyte does not upload dot files.
+    For a shard at a URL it is in the temporary directory.
     """
 
     def __init__(self, out: str) -> None:

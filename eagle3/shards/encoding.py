@@ -1,12 +1,13 @@
 """Encode hidden states to bytes on disk and decode them; the lossless compression of these bytes.
 
-`bf16`, `fp16` and `fp32` round to that dtype, which is exact if the engine computes in it. `fp8` is e4m3 (largest value 448) with
-one scale for each token and layer: the smallest power of two with which the state fits, so decoding to bfloat16 is exact. Values
-keep four significant bits down to 2^-13 of the largest activation, 8,192 times smaller; below they lose bits, and below 2^-19
-they are zero.
+`bf16`, `fp16` and `fp32` round to that dtype, which is exact if the engine computes in it. `fp8` is e4m3
+(largest value 448) with one scale for each token and layer: the smallest power of two with which the state
+fits, so decoding to bfloat16 is exact. Values keep four significant bits down to 2^-13 of the largest
+activation, 8,192 times smaller; below they lose bits, and below 2^-19 they are zero.
 
-`zstd` compresses frames of whole rows: the first bytes of all elements, then the second bytes (byte shuffle, as in Blosc), then
-Zstandard. Exponents repeat and mantissas do not, so shuffled bytes compress and whole elements do not.
+`zstd` compresses frames of whole rows: the first bytes of all elements, then the second bytes (byte shuffle,
+as in Blosc), then Zstandard. Exponents repeat and mantissas do not, so shuffled bytes compress and whole
+elements do not.
 """
 
 import numpy as np
@@ -41,7 +42,7 @@ def encode(states: Tensor, encoding: str) -> tuple[Tensor, Tensor | None]:
         states = states.float()
         largest = states.abs().amax(-1)
         scaled, exponents = torch.frexp(largest / FP8_MAX)
-        # frexp: largest / 448 = scaled × 2^exponent with 0.5 <= scaled < 1; exactly a power of two needs no next one.
+        # frexp: largest / 448 = scaled × 2^exponent with 0.5 <= scaled < 1; a power of two itself fits.
         scales = torch.exp2((exponents - (scaled == 0.5).int()).float())
         stored = (states / scales[..., None]).to(torch.float8_e4m3fn)
         decoded = decode((largest / scales)[..., None].to(torch.float8_e4m3fn), scales)[..., 0]

@@ -1,7 +1,8 @@
 """Shards that exist: find them by path or URL, check that they fit this run, and count their content.
 
-What a recipe names is a shard, a directory of shards, or the listing of an earlier run: token_shards.json or hidden_states.json,
-the shards in order with the target they were made for. Order matters: the digest over all shards depends on it.
+A recipe names shards, directories of shards, or listings of earlier runs. A listing, token_shards.json or
+hidden_states.json, has shards in order and the target that they were made for. Order matters: the digest
+over all shards depends on it.
 """
 
 import json
@@ -26,7 +27,10 @@ from eagle3.shards.tokens import (
 )
 from eagle3.uris import check_uri, redact, redact_secrets
 
-REMOTE_HINT = "correct it, and in a remote run give a URL like s3://bucket/shards: a pod cannot read directories of your machine"
+REMOTE_HINT = (
+    "correct it, and in a remote run give a URL like s3://bucket/shards: a pod cannot read directories of "
+    "your machine"
+)
 MAX_HEADER_BYTES = 100_000_000  # as in safetensors
 
 
@@ -42,7 +46,7 @@ class ExistingTokens:
 
 @dataclass(frozen=True)
 class ExistingStates:
-    """A hidden-state shard, its manifest, and its rows; their source and script are not stored and are empty here."""
+    """A hidden-state shard, its manifest, and its rows with empty source and script, which are not stored."""
 
     uri: str
     manifest: dict[str, Any]
@@ -102,7 +106,7 @@ def find_hidden_states(
         target, vocab_size, heldout: as for `find_token_shards`.
 
     Raises:
-        ValueError: if there is none, or one is unfinished, damaged, given twice or does not fit; names it and the remedy.
+        ValueError: as `find_token_shards`, and if one is unfinished.
     """
     found = []
     for uri in _expand(uris, "hidden_states", target, _shard_dirs):
@@ -114,7 +118,8 @@ def find_hidden_states(
         _check_made_for(uri, made_for, target)
         if (theirs := info.get("layer_ids")) != layer_ids:
             raise ValueError(
-                f"{redact(uri)} holds the aux layers {theirs}, this run wants {layer_ids}; set extract.layer_ids to the former"
+                f"{redact(uri)} holds the aux layers {theirs}, this run wants {layer_ids}; set "
+                "extract.layer_ids to the former"
             )
         rows = [row for entry in manifest["chunks"] for row in _chunk_rows(f"{uri}/{entry['file']}", entry)]
         _check_rows(uri, rows, vocab_size, heldout)
@@ -149,7 +154,8 @@ def _listed(uri: str, kind: str, target: dict[str, str]) -> list[str]:
         shards = [str(shard["place"]) for shard in content["shards"]]
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(
-            f"{redact(uri)} is not a listing of shards ({e!r}); give {kind}.json of a run, or the shards themselves"
+            f"{redact(uri)} is not a listing of shards ({e!r}); give {kind}.json of a run, or the shards "
+            "themselves"
         ) from e
     if found != kind:
         workflows = {"token_shards": "train_from_shards", "hidden_states": "train_from_states"}
@@ -238,9 +244,10 @@ def _read_ids_and_mask(uri: str, size_bytes: int, num_tokens: int) -> tuple[Any,
 def _check_made_for(uri: str, theirs: dict[str, str], target: dict[str, str]) -> None:
     if theirs.get("digest") != target["digest"]:
         raise ValueError(
-            f"{redact(uri)} was made for the target {theirs.get('name')}, revision {theirs.get('revision')}, digest "
-            f"{theirs.get('digest')}; this run's is {target['name']}, revision {target['revision']}, digest {target['digest']}: "
-            "set target.name and target.revision (and its chat template) to the former, or make new shards"
+            f"{redact(uri)} was made for the target {theirs.get('name')}, revision "
+            f"{theirs.get('revision')}, digest {theirs.get('digest')}; this run's is {target['name']}, "
+            f"revision {target['revision']}, digest {target['digest']}: set target.name and target.revision "
+            "(and its chat template) to the former, or make new shards"
         )
 
 
@@ -248,16 +255,17 @@ def _check_rows(uri: str, rows: list[TokenRow], vocab_size: int, heldout: list[T
     for row in rows:
         if not row.token_ids or not 0 <= min(row.token_ids) <= max(row.token_ids) < vocab_size:
             raise ValueError(
-                f"{redact(uri)}: row {row.sample_id} needs token ids from 0 to {vocab_size - 1}, the target's; "
-                "it was prepared for another target: prepare it again with this one's tokenizer"
+                f"{redact(uri)}: row {row.sample_id} needs token ids from 0 to {vocab_size - 1}, the "
+                "target's; it was prepared for another target: prepare it again with this one's tokenizer"
             )
     # Sample ids begin with a hash of the conversation's first user text.
     openings = {row.sample_id.partition(":")[0] for row in heldout}
     num_shared = sum(row.sample_id.partition(":")[0] in openings for row in rows)
     if num_shared:
         raise ValueError(
-            f"{redact(uri)}: {num_shared} of {len(rows)} rows begin with a held-out prompt, so acceptance would be measured too "
-            "high; give heldout other prompts, or prepare the shards with this heldout file"
+            f"{redact(uri)}: {num_shared} of {len(rows)} rows begin with a held-out prompt, so acceptance "
+            "would be measured too high; give heldout other prompts, or prepare the shards with this "
+            "heldout file"
         )
 
 
@@ -266,6 +274,7 @@ def _check_distinct(shards: list[tuple[str, str]]) -> None:
     for uri, digest in shards:
         if digest in seen:
             raise ValueError(
-                f"{redact(uri)} and {redact(seen[digest])} are the same shard (digest {digest}); give each once"
+                f"{redact(uri)} and {redact(seen[digest])} are the same shard (digest {digest}); give each "
+                "once"
             )
         seen[digest] = uri

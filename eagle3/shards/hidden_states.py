@@ -1,31 +1,32 @@
 """The format of hidden-state shards, and reading them; eagle3/shards/writer.py writes them.
 
-A shard is a directory of chunks `chunk-00000-<first 8 hex digits of its SHA-256>.safetensors` … and `manifest.json`, written
-last: without a manifest it is no shard. A chunk has the tokens of its rows one row after the other. Its `__metadata__` has one
-key, `states`: JSON with `encoding` (bf16, fp16, fp32, fp8), `compression` (none, zstd), `num_aux` A and `hidden_size` H. Its
-tensors, little-endian:
+A shard is a directory of chunks `chunk-00000-<first 8 hex digits of its SHA-256>.safetensors` … and
+`manifest.json`, written last: without a manifest it is no shard. A chunk has the tokens of its rows one row
+after the other. Its `__metadata__` has one key, `states`: JSON with `encoding` (bf16, fp16, fp32, fp8),
+`compression` (none, zstd), `num_aux` A and `hidden_size` H. Its tensors, little-endian:
 
     token_ids       [T] int32        loss_mask  [T] bool
     row_offsets     [R + 1] int64    row r is [row_offsets[r], row_offsets[r + 1])
     last_positions  [M] int64        positions q with loss_mask[q] and loss_mask[q + 1] in one row, ascending
     aux             [T, A, H]        residual stream after each of the A aux layers, storage dtype
-    last            [M, H]           last hidden state, before the final norm, at last_positions: no loss needs the others
+    last            [M, H]           last hidden state, before the final norm, at last_positions only
     aux_scales      [T, A] float32   fp8 only, powers of two: state = stored × scale
     last_scales     [M] float32
 
-Under `zstd`, aux and last are [bytes] uint8 instead: frames of whole rows (eagle3/shards/encoding.py), each with the elements of
-its rows in the order above, and three more tensors
+Under `zstd`, aux and last are [bytes] uint8 instead: frames of whole rows (eagle3/shards/encoding.py), each
+with the elements of its rows in the order above, and three more tensors
 
     frame_rows      [F + 1] int64    frame f holds rows [frame_rows[f], frame_rows[f + 1])
     aux_frames      [F + 1] int64    and the bytes [aux_frames[f], aux_frames[f + 1]) of aux
     last_frames     [F + 1] int64    and of last
 
-The manifest is JSON: `format_version`, `encoding`, `compression`, counts (`rows`, `tokens`, `supervised_tokens`, `bytes`),
-`digest`, `info` (target, layers, engine, versions: all that determines the states), `checks` (counts of capture, summed over the
-chunks) and for each chunk {file, sample_ids, lengths, bytes, sha256, checks}: ids and numbers of tokens of its rows in order,
-size and SHA-256 (64 hex digits) of the file. So manifests alone are enough to plan a run, and a reader checks a whole chunk
-before it uses it. The digest covers the token rows, the encoding and `info`, not the states' bytes: the last bits of a state
-depend on the rows that the engine happened to batch. Compression and chunk size are lossless and not in it.
+The manifest is JSON: `format_version`, `encoding`, `compression`, counts (`rows`, `tokens`,
+`supervised_tokens`, `bytes`), `digest`, `info` (target, layers, engine, versions: all that determines the
+states), `checks` (counts of capture, summed over the chunks) and for each chunk {file, sample_ids, lengths,
+bytes, sha256, checks}: ids and numbers of tokens of its rows in order, size and SHA-256 (64 hex digits) of
+the file. So manifests alone are enough to plan a run, and a reader checks a whole chunk before it uses it.
+The digest covers the token rows, the encoding and `info`, not the states' bytes: the last bits of a state
+depend on the rows that the engine batched together. Compression and chunk size are lossless and not in it.
 
 Versions: 1 had neither lengths nor sha256, 2 neither encodings nor compression.
 """
@@ -55,8 +56,8 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 class HiddenStateRow:
     """One conversation with its states.
 
-    token_ids: [T] int64. loss_mask: [T] bool. aux: [T, A, H] the encoding's dtype, bfloat16 for fp8. last: [M, H] the same
-    dtype, before the final norm. last_positions: [M] int64, the row positions q of `last`, ascending.
+    token_ids: [T] int64. loss_mask: [T] bool. aux: [T, A, H] the encoding's dtype, bfloat16 for fp8.
+    last: [M, H] the same dtype, before the final norm. last_positions: [M] int64, its positions, ascending.
     """
 
     sample_id: str
@@ -104,7 +105,8 @@ def parse_manifest(text: str | bytes | None, path: str | Path) -> dict[str, Any]
     """
     if text is None:
         raise ValueError(
-            f"{path} is missing: the shard was not finished; run its extraction again, which resumes where it ended"
+            f"{path} is missing: the shard was not finished; run its extraction again, which resumes where "
+            "it ended"
         )
     try:
         manifest = cast(dict[str, Any], json.loads(text))
@@ -115,7 +117,8 @@ def parse_manifest(text: str | bytes | None, path: str | Path) -> dict[str, Any]
         raise ValueError(f"{path} is not a manifest ({e}); delete the directory and run again") from e
     if version != FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format version {version}, this reader reads {FORMAT_VERSION}; extract again or update eagle3"
+            f"{path} has format version {version}, this reader reads {FORMAT_VERSION}; extract again or "
+            "update eagle3"
         )
     return manifest
 
@@ -127,7 +130,8 @@ def _check_content(manifest: dict[str, Any]) -> None:
     rows, tokens = manifest["rows"], manifest["tokens"]
     if (len(lengths), sum(lengths)) != (rows, tokens):
         raise ValueError(
-            f"its chunks hold {len(lengths)} rows and {sum(lengths)} tokens, its counts are {rows} and {tokens}"
+            f"its chunks hold {len(lengths)} rows and {sum(lengths)} tokens, its counts are {rows} and "
+            f"{tokens}"
         )
 
 
@@ -142,7 +146,8 @@ def check_entry(chunk: dict[str, Any]) -> None:
     is_file = CHUNK_NAME.fullmatch(chunk["file"]) and SHA256.fullmatch(chunk["sha256"])
     if not is_file or int(chunk["bytes"]) < 0:
         raise ValueError(
-            f"no chunk is described by file {chunk['file']!r}, sha256 {chunk['sha256']!r}, bytes {chunk['bytes']!r}"
+            f"no chunk is described by file {chunk['file']!r}, sha256 {chunk['sha256']!r}, bytes "
+            f"{chunk['bytes']!r}"
         )
     if min(chunk["lengths"], default=0) < 1:
         raise ValueError(f"{chunk['file']} must have rows of at least one token")
@@ -157,7 +162,7 @@ def read_manifest(shard_dir: str | Path) -> dict[str, Any]:
     """Read and check the manifest of a shard, by path or URL, and the sizes of its chunk files.
 
     Raises:
-        ValueError: if it is missing, unreadable, of another format version, or a chunk file is missing or truncated.
+        ValueError: as `parse_manifest`, and if a chunk file is missing or truncated.
     """
     root = str(shard_dir).rstrip("/")
     manifest = parse_manifest(read_bytes(f"{root}/{MANIFEST_NAME}"), f"{root}/{MANIFEST_NAME}")
@@ -167,7 +172,7 @@ def read_manifest(shard_dir: str | Path) -> dict[str, Any]:
 
 
 def check_chunk_size(size: int | None, entry: dict[str, Any], name: str | Path) -> None:
-    """Compare a chunk file's size in bytes, None if it is missing, with its manifest entry; `name` is its path or URL.
+    """Compare a chunk file's size in bytes, None if it is missing, with its entry; `name` is its path or URL.
 
     Raises:
         ValueError: if they differ.
@@ -184,7 +189,7 @@ def _damaged(name: str | Path, expected: str, found: str) -> ValueError:
 
 
 class ChunkReader:
-    """The rows of one chunk file by number, memory-mapped: after one check of the whole file only the rows asked for are read.
+    """The rows of one chunk file by number. The file is checked as a whole and then memory-mapped.
 
     Rows of an uncompressed chunk are views of the mapped file: copy them to keep them longer than the reader.
     """

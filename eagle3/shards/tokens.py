@@ -1,9 +1,9 @@
 """Token shards: conversations as token ids with a loss mask, and the digests that name them.
 
-One Parquet file, one row per conversation: `sample_id` string (hash of its content), `source` string, `token_ids` list<int32>,
-`loss_mask` list<bool> (True where the target wrote the token), `script` string. A prompt that waits for an answer has an
-all-False mask; its `script` tells how the conversation continues (eagle3/data/script.py), "" if it ends with one answer. Digests
-hash content, never paths.
+One Parquet file, one row per conversation: `sample_id` string (hash of its content), `source` string,
+`token_ids` list<int32>, `loss_mask` list<bool> (True where the target wrote the token), `script` string. A
+prompt that waits for an answer has an all-False mask; its `script` tells how the conversation continues
+(eagle3/data/script.py), "" if it ends with one answer. Digests hash content, never paths.
 """
 
 import json
@@ -34,7 +34,8 @@ class TokenRow:
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.loss_mask):
             raise ValueError(
-                f"row {self.sample_id}: {len(self.token_ids)} token ids but {len(self.loss_mask)} mask flags; they must pair up"
+                f"row {self.sample_id}: {len(self.token_ids)} token ids but {len(self.loss_mask)} mask "
+                "flags; they must pair up"
             )
 
 

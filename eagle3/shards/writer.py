@@ -1,12 +1,13 @@
-"""Writes one hidden-state shard: rows in any order, chunk by chunk, after the chunks that an earlier attempt finished.
+"""Writes one hidden-state shard: rows in any order, chunk by chunk, resuming after finished chunks.
 
-A finished chunk is moved to the shard (a local directory or a URL), then its manifest entry is written next to it; at the end the
-manifest collects the entries. On one machine a shard has one writer at a time. Two machines may write to one URL: chunk names
-contain their hash and no chunk is deleted there, so all files are whole and the last manifest names some that exist.
+A finished chunk is moved to the shard (a local directory or a URL), then its manifest entry is written next
+to it; at the end the manifest collects the entries. On one machine a shard has one writer at a time. Two
+machines may write to one URL: chunk names contain their hash and no chunk is deleted there, so all files are
+whole and the last manifest names some that exist.
 
-Threads encode frames. One more thread saves, hashes and uploads a chunk while the next one is filled. `add` waits for both: in
-memory are at most two encoded chunks and the one that is filled (one of them twice while its file is assembled), on the local
-disk one.
+Threads encode frames. One more thread saves, hashes and uploads a chunk while the next one is filled. `add`
+waits for both: in memory are at most two encoded chunks and the one that is filled (one of them twice while
+its file is assembled), on the local disk one.
 """
 
 import json
@@ -43,18 +44,18 @@ from eagle3.shards.tokens import TokenRow, row_digest
 
 logger = logging.getLogger(__name__)
 CHUNKS_IN_MEMORY = 2
-# Byte shuffle and zstd take 0.15 GB/s on a Zen 3 core; an H200 makes 1 GB/s and more of an 8B target's states.
+# Byte shuffle and zstd take 0.15 GB/s on a Zen 3 core; an H200 makes 1 GB/s of an 8B target's states.
 ENCODE_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 Check = Callable[[list[int]], dict[str, int]]
-# The states of a frame's rows: aux and last, encoded and perhaps compressed, and for fp8 aux_scales and last_scales.
+# aux and last of a frame's rows, encoded and perhaps compressed, and for fp8 aux_scales and last_scales.
 EncodedFrame = dict[str, Any]
 
 
 class HiddenStateWriter:
     """Writer of one shard; `close` writes the manifest, which makes it a shard.
 
-    plan: the rows of every frame of every chunk. entries: manifest entries of the finished chunks, by number; the rows of the
-    other chunks have to be added.
+    plan: the rows of every frame of every chunk. entries: manifest entries of the finished chunks, by number;
+    the rows of the other chunks have to be added.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class HiddenStateWriter:
             num_aux, hidden_size: A and H.
             cfg: encoding, compression, chunk size.
             info: for the manifest; chunks of an attempt with another info are not used.
-            check: called with the row numbers of each chunk before it is written, may raise; its counts are for the manifest.
+            check: called with the rows of each chunk before it is written; returns counts for the manifest.
 
         Raises:
             ValueError: if there are no rows.
@@ -112,11 +113,11 @@ class HiddenStateWriter:
         self.saver = ThreadPoolExecutor(1, "write-chunks", lambda: torch.set_num_threads(1))
 
     def add(self, row: int, states: Tensor) -> None:
-        """Take the states of one row; waits while encoding or writing is behind.
+        """Take the states of one row; waits until encoding and writing have caught up.
 
         Args:
             row: its number in the shard, once each, of a chunk that is not finished.
-            states: [T, A + 1, H] any float dtype: A aux states in ascending layer order, then the last hidden state.
+            states: [T, A + 1, H] any float dtype: aux states by ascending layer, then the last hidden state.
 
         Raises:
             ValueError: on a wrong shape.
@@ -162,7 +163,7 @@ class HiddenStateWriter:
             self.stop()
 
     def stop(self) -> None:
-        """Write the chunks that have all their rows, for the next attempt; end the threads and release the lock."""
+        """Write the chunks that have all their rows, end the threads and release the lock."""
         self.saver.shutdown()
         self.encoders.shutdown(cancel_futures=True)
         self.staging.close()
@@ -214,8 +215,9 @@ class HiddenStateWriter:
             self.entries[number] = entry
         except (OSError, SafetensorError) as e:
             raise (StoreError if isinstance(e, StoreError) else OSError)(
-                f"{self.out}: chunk {number} of {len(self.plan)} could not be written ({e}); the {len(self.entries)} that are "
-                "finished are kept: mend that (on a full disk, make room) and run again"
+                f"{self.out}: chunk {number} of {len(self.plan)} could not be written ({e}); the "
+                f"{len(self.entries)} that are finished are kept: mend that (on a full disk, make room) and "
+                "run again"
             ) from e
         finally:
             self.room_for_chunk.release()
