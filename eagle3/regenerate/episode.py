@@ -61,7 +61,8 @@ class Episode:
         self.prompt: list[int] | None = list(row.token_ids)
         self.num_answers = 0
         self.rows: list[TokenRow] = []
-        self.ids, self.mask = list(row.token_ids), list(row.loss_mask)
+        self.ids = list(row.token_ids)
+        self.mask = list(row.loss_mask)
         self.script = Script.from_json(row.script) if row.script else None
         self.counts = Counter(requested=1 + len(self.script.turns if self.script else []))
         if self.script:
@@ -90,7 +91,7 @@ class Episode:
         self.counts["at_length_limit"] += cut
         if self.script is None or not (self.turns_left or self.script.tools):
             self.counts["answered"] += 1
-            self._end("")
+            self._end()
         elif cut:
             self._end("at_length_limit")
         else:
@@ -127,7 +128,7 @@ class Episode:
             self.rounds_left = self.limits.max_tool_rounds
             if self.turns_left and not calls:
                 return self.turns_left.pop(0)
-            self._end("")
+            self._end()
             return []
         self.rounds_left -= 1
         results = [script.recorded.replay(call) for call in calls]
@@ -161,8 +162,8 @@ class Episode:
         first_id, *new_ids = encode_rows(self.reader.tokenizer, [rest])[0].token_ids
         return new_ids if first_id == last_id else None
 
-    def _end(self, failure: str) -> None:
-        """Ask nothing more. failure: why the current user turn has no answer, or ""."""
+    def _end(self, failure: str | None = None) -> None:
+        """Ask nothing more. failure: why the current user turn has no answer, if it has none."""
         if failure:
             self.counts.update(["failed", f"failed: {failure}"])
         self.counts["skipped"] = self.counts["requested"] - self.counts["answered"] - self.counts["failed"]
@@ -178,7 +179,8 @@ class Episode:
             number = len(self.rows)
             sample_id = f"{opening}:{digest_of(content, str(number))}" if number else self.row.sample_id
             self.rows.append(TokenRow(sample_id, self.row.source, self.ids[:size], mask))
-        self.ids, self.mask = [], []
+        self.ids = []
+        self.mask = []
 
     def _render(self) -> list[Piece]:
         assert self.script is not None

@@ -145,7 +145,7 @@ class VllmParser:
         thoughts, content, found = parser.parse(
             text, request, enable_auto_tools=True, model_output_token_ids=token_ids
         )
-        calls = [FoundCall(call.id or "", call.name, call.arguments) for call in found or []]
+        calls = [FoundCall(call.name, call.arguments, call.id) for call in found or []]
         spoken = text.replace(thoughts, "", 1) if thoughts else text
         return Parsed(thoughts or "", content or "", calls, any(word in spoken for word in self.openings))
 
@@ -165,7 +165,7 @@ def parse_harmony(text: str, token_ids: list[int], script: Script) -> Parsed:
         called = re.search(r"to=functions\.([^\s<]+)", header)
         opens_call = opens_call or called is not None
         if called and separator:
-            calls.append(FoundCall("", called[1], body))
+            calls.append(FoundCall(called[1], body))
         elif "<|channel|>analysis" in header:
             thoughts.append(body)
         elif not called:

@@ -28,9 +28,9 @@ class BadCall(BadRow):
 class FoundCall(NamedTuple):
     """A tool call in an answer. arguments: the text of a JSON value."""
 
-    id: str
     name: str
     arguments: str
+    id: str | None = None
 
 
 class Parsed(NamedTuple):

@@ -43,7 +43,7 @@ def parse_tags(text: str, token_ids: list[int], script: Script) -> Parsed:
     thoughts = thoughts.removeprefix("<think>")
     blocks = re.findall(r"<tool_call>(.*?)</tool_call>", rest, re.DOTALL)
     try:
-        calls = [FoundCall("", c["name"], json.dumps(c["arguments"])) for c in map(json.loads, blocks)]
+        calls = [FoundCall(c["name"], json.dumps(c["arguments"])) for c in map(json.loads, blocks)]
     except (ValueError, KeyError, TypeError, RecursionError):
         calls = []
     content = rest.partition("<tool_call>")[0].strip() if calls else rest.lstrip("\n")

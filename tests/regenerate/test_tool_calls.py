@@ -38,7 +38,7 @@ def test_a_call_that_cannot_be_carried_out_is_refused_by_reason(
     name: str, arguments: str, reason: str
 ) -> None:
     with pytest.raises(BadCall, match=r"must|needs") as e:
-        checked_call(FoundCall("", name, arguments), TOOLS, "")
+        checked_call(FoundCall(name, arguments), TOOLS, "")
     assert e.value.reason == reason
 
 
@@ -55,11 +55,11 @@ def test_a_call_that_cannot_be_carried_out_is_refused_by_reason(
 def test_arguments_of_the_types_of_the_schema_are_kept(
     name: str, text: str, arguments: dict[str, Any]
 ) -> None:
-    assert checked_call(FoundCall("", name, text), TOOLS, text) == call(name, **arguments)
+    assert checked_call(FoundCall(name, text), TOOLS, text) == call(name, **arguments)
 
 
 def test_only_an_id_that_the_answer_has_is_kept() -> None:
-    found = FoundCall("functions.weather:0", "weather", '{"city": "Oslo"}')
+    found = FoundCall("weather", '{"city": "Oslo"}', "functions.weather:0")
     assert checked_call(found, TOOLS, "call functions.weather:0 {}") == {"id": "functions.weather:0", **OSLO}
     assert checked_call(found, TOOLS, "call weather {}") == OSLO
 
@@ -74,7 +74,7 @@ def test_a_schema_that_says_nothing_checks_nothing(parameters: Any) -> None:
         {"type": "function", "function": {"name": "g"}},
     ]
     for name in "fg":
-        assert checked_call(FoundCall("", name, '{"a": 1}'), tools, "") == call(name, a=1)
+        assert checked_call(FoundCall(name, '{"a": 1}'), tools, "") == call(name, a=1)
 
 
 @pytest.mark.parametrize(

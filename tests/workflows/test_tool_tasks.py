@@ -61,7 +61,7 @@ def test_calls_fit_the_tools_and_rows_are_short(
     assert {call["id"] for call in calls} == ids
     for call in calls:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        found = FoundCall(call["id"], name, json.dumps(arguments))
+        found = FoundCall(name, json.dumps(arguments), call["id"])
         assert checked_call(found, conversation.tools or [], call["id"]) == call
 
 
