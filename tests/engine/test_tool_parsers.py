@@ -97,7 +97,7 @@ def test_a_call_that_cannot_be_read_or_carried_out_is_refused(name: str, text: s
         ("qwen3-thinking", "thinking_tools"),
         ("qwen3-coder", "thinking_tools"),
         ("llama3.1", "tools"),
-        ("gpt-oss", "thinking_tools"),
+        ("gpt-oss", "tools"),
     ],
 )
 def test_an_answered_task_gives_the_rows_of_the_written_one(name: str, case: str) -> None:

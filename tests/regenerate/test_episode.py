@@ -86,6 +86,19 @@ def test_every_prompt_is_what_serving_would_feed() -> None:
     assert episode.prompt is None
 
 
+def test_gpt_oss_thinks_before_its_call_and_every_token_id_is_kept() -> None:
+    episode = start("gpt-oss", Conversation(TOOLS, [WEATHER]))
+    thoughts = "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant"
+    call_text = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Tromsø"}<|call|>'
+    answers = [f"{thoughts}{call_text}", f"{thoughts}<|channel|>final<|message|>It rains.<|return|>"]
+    token_ids = [words("gpt-oss", text).token_ids for text in answers]
+    for answer in token_ids:
+        episode.take(Answer(answer, "stop"))
+    assert episode.messages[1] == assistant(thoughts="Look.", call=CALL | {"id": "call00001"})
+    assert [run for row in episode.rows for run in runs(row)] == token_ids
+    assert (episode.counts["answered"], episode.counts["tool_calls"]) == (1, 1)
+
+
 def test_the_next_prompt_has_the_targets_own_answer() -> None:
     episode = start("smollm2", Conversation(MULTI))
     episode.take(words("smollm2", "Good day to you!<|im_end|>"))
