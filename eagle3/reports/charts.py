@@ -1,14 +1,36 @@
-"""Line and bar charts as inline SVG, from plain numbers; colours of text and grid come from the page's CSS."""
+"""Line and bar charts as inline SVG, from plain numbers; the page's CSS colours text and grid."""
 
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 48, 12, 10, 34
-MAX_POINTS = 300  # of a curve; more are averaged in buckets, so that a page stays small
+# A curve has at most this many points, so that a page stays small; neighbours are averaged.
+MAX_POINTS = 300
 
 Point = tuple[float, float]
+
+
+def metric_curves(metrics: Sequence[dict[str, Any]], names: Mapping[str, str]) -> dict[str, list[Point]]:
+    """Curves over optimizer steps.
+
+    Args:
+        metrics: lines of metrics.jsonl in order; keys may be missing.
+        names: key in a line -> name of its curve; a list of numbers makes a curve for each, with its index in the name.
+    """
+    curves: dict[str, list[Point]] = {}
+    for line in metrics:
+        for key, name in names.items():
+            value = line.get(key)
+            numbers = (
+                {f"{name} {i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
+            )
+            for curve, number in numbers.items():
+                if number is not None:
+                    curves.setdefault(curve, []).append((float(line["step"]), float(number)))
+    return curves
 
 
 def line_chart(
@@ -18,14 +40,14 @@ def line_chart(
     ticks: Sequence[tuple[float, str]] = (),
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """One curve a name over a common x axis.
+    """Draw curves over a common x axis.
 
     Args:
         title: heading, plain text.
-        series: name -> (x, y) in ascending x; points that are not finite are left out.
+        series: name -> (x, y) in ascending x; points that are not finite are skipped.
         x_label: what x counts.
-        ticks: (x, label) on the x axis where round numbers would mislead, as on a logarithmic one.
-        marks: (x, label) of upright lines through the whole chart.
+        ticks: (x, label) on the x axis, for scales that are not linear; by default round numbers.
+        marks: (x, label) of vertical lines.
     """
     curves = {name: thin([p for p in points if math.isfinite(p[1])]) for name, points in series.items()}
     curves = {name: points for name, points in curves.items() if points}
@@ -35,7 +57,8 @@ def line_chart(
     ys = [y for points in curves.values() for _, y in points]
     y_ticks = nice_ticks(min(ys), max(ys))
     x_ticks = ticks or [(tick, number(tick)) for tick in nice_ticks(min(xs), max(xs))]
-    x_range, y_range = (min(xs), max(max(xs), min(xs) + 1)), (y_ticks[0], y_ticks[-1])
+    x_range = (min(xs), max(max(xs), min(xs) + 1))
+    y_range = (y_ticks[0], y_ticks[-1])
     parts = [_grid(y_ticks, y_range)]
     for tick, label in x_ticks:
         if x_range[0] <= tick <= x_range[1]:
@@ -44,19 +67,20 @@ def line_chart(
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 4, x_label, "middle"))
     colours = palette(len(curves))
     for points, colour in zip(curves.values(), colours, strict=True):
-        places = [(_x(x, x_range), _y(y, y_range)) for x, y in points]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        pixels = [(_x(x, x_range), _y(y, y_range)) for x, y in points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
         parts.append(
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8" stroke-linejoin="round"/>'
         )
-        if len(places) <= 30:
-            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{colour}"/>' for x, y in places]
+        if len(pixels) <= 30:
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{colour}"/>' for x, y in pixels]
     return _figure(title, list(zip(curves, colours, strict=True)), _svg(title, parts))
 
 
 def bar_chart(title: str, groups: Sequence[str], series: Mapping[str, Sequence[float]]) -> str:
-    """Bars of shares between 0 and 1, one bar a series in each group, the value written above it."""
-    y_range, colours = (0.0, 1.0), palette(len(series))
+    """Draw shares between 0 and 1: in each group one bar a series, with its value above it."""
+    y_range = (0.0, 1.0)
+    colours = palette(len(series))
     parts = [_grid([0.0, 0.25, 0.5, 0.75, 1.0], y_range)]
     pitch = (WIDTH - LEFT - RIGHT) / max(1, len(groups))
     bar = min(46.0, 0.8 * pitch / max(1, len(series)))
@@ -66,7 +90,8 @@ def bar_chart(title: str, groups: Sequence[str], series: Mapping[str, Sequence[f
         for s, (name, values) in enumerate(series.items()):
             if g >= len(values):
                 continue
-            left, top = middle + bar * (s - len(series) / 2), _y(min(1.0, values[g]), y_range)
+            left = middle + bar * (s - len(series) / 2)
+            top = _y(min(1.0, values[g]), y_range)
             label = escape(f"{name}, {group}: {values[g]:.3f}")
             parts.append(
                 f'<rect x="{left + 1:.1f}" y="{top:.1f}" width="{bar - 2:.1f}" height="{HEIGHT - BOTTOM - top:.1f}" rx="2" '
@@ -77,7 +102,7 @@ def bar_chart(title: str, groups: Sequence[str], series: Mapping[str, Sequence[f
 
 
 def thin(points: list[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most `limit` points: means of equal runs of neighbours, the last run perhaps shorter."""
+    """Average runs of neighbours of one length (the last may be shorter) to at most `limit` points."""
     size = -(-len(points) // limit)
     if size <= 1:
         return points
@@ -86,7 +111,7 @@ def thin(points: list[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Four to eight round numbers of which the first is at most `low` and the last at least `high`."""
+    """Choose up to eight round numbers that enclose low … high."""
     span = (high - low) or abs(high) or 1.0
     raw = span / 5
     power: float = 10 ** math.floor(math.log10(raw))
@@ -96,12 +121,12 @@ def nice_ticks(low: float, high: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Short decimal form: 0.25, 12, 3,000."""
+    """Format a number: 0.25, 12, 3,000."""
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
 def palette(count: int) -> list[str]:
-    """`count` distinct colours from blue to orange, of a lightness that reads on white and on black."""
+    """Choose `count` distinct colours, blue to orange, readable on white and on black."""
     hues = [215 - 190 * i / max(1, count - 1) for i in range(count)]
     return [f"hsl({hue % 360:.0f} 62% 48%)" for hue in hues]
 

@@ -1,4 +1,4 @@
-"""What is still going on, as HTML for live Decks: the curves of a training run, how far an engine's jobs are."""
+"""HTML for live Decks: the curves of a training run, and the progress of an engine's jobs."""
 
 from dataclasses import replace
 from html import escape
@@ -6,11 +6,11 @@ from itertools import pairwise
 from typing import Any
 
 from eagle3.engine.progress import Progress, duration_text
-from eagle3.reports.charts import Point, line_chart
+from eagle3.reports.charts import line_chart, metric_curves
 from eagle3.reports.parts import STYLE, section, tiles_row
 
-# The last look at a job may follow the one before at once; the rate between them says nothing.
-SHORTEST_LOOK_S = 1.0
+# The last sample of a job may follow the one before within milliseconds: a rate between them means nothing.
+MIN_INTERVAL_S = 1.0
 # Chart title -> metrics that it draws: key in a metrics line, name of the curve.
 CHARTS: dict[str, dict[str, str]] = {
     "Loss": {"loss": "all steps"},
@@ -28,18 +28,22 @@ CHARTS: dict[str, dict[str, str]] = {
     "Learning rate": {"learning_rate": "rate"},
     "Tokens/s": {"tokens_per_s": "all", "supervised_per_s": "supervised"},
     "Share of time waiting for data": {"data_wait_share": "waiting"},
-    "Memory, GiB": {"memory_bytes": "peak"},
+    "Memory, GiB": {"memory_gib": "peak"},
 }
 
 
 def render_live(metrics: list[dict[str, Any]]) -> str:
-    """Render the charts; curves are thinned, so that the page stays far below 1 MB.
+    """Render charts of a training run; curves are thinned, so that the page stays far below 1 MB.
 
     Args:
         metrics: lines of metrics.jsonl in order; keys may be missing.
     """
+    lines = [
+        line | {"memory_gib": line["memory_bytes"] / (1 << 30)} if line.get("memory_bytes") else line
+        for line in metrics
+    ]
     charts = "".join(
-        line_chart(title, _curves(metrics, keys), "optimizer step") for title, keys in CHARTS.items()
+        line_chart(title, metric_curves(lines, names), "optimizer step") for title, names in CHARTS.items()
     )
     return (
         f'<style>{STYLE}</style><div class="e3">{_headline(metrics)}<div class="charts">{charts}</div></div>'
@@ -58,41 +62,31 @@ def _headline(metrics: list[dict[str, Any]]) -> str:
     return f"<h1>Training</h1><p class='soft'>{escape(', '.join(parts))}</p>"
 
 
-def _curves(metrics: list[dict[str, Any]], keys: dict[str, str]) -> dict[str, list[Point]]:
-    curves: dict[str, list[Point]] = {}
-    for line in metrics:
-        for key, name in keys.items():
-            value = line.get(key)
-            values = (
-                {f"{name} {i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
-            )
-            for curve, number in values.items():
-                if isinstance(number, int | float):
-                    y = number / (1 << 30) if key == "memory_bytes" else float(number)
-                    curves.setdefault(curve, []).append((float(line["step"]), y))
-    return curves
-
-
-def render_jobs(title: str, jobs: dict[str, list[Progress]], figures: dict[str, str], note: str = "") -> str:
-    """Render how far jobs are, one after the other, and what came of them; curves are thinned, as for training.
+def render_jobs(
+    title: str, jobs: dict[str, list[Progress]], statistics: dict[str, str], note: str = ""
+) -> str:
+    """Render the progress of jobs, and their results when all are done; curves are thinned, as for training.
 
     Args:
-        title: what is made, plain text.
-        jobs: label -> looks at the job, oldest first, some seconds apart; none while its engine starts.
-        figures: what it is -> figure, once all is done; plain text.
+        title: stage and shard, plain text.
+        jobs: label -> samples of the job's progress, oldest first, some seconds apart; none while its engine starts.
+        statistics: name -> number, when all is done; plain text.
         note: a sentence under these, plain text.
     """
-    state = "done" if figures else "under way" if any(jobs.values()) else "the engine starts"
-    result = tiles_row([(figure, text, "") for text, figure in figures.items()]) if figures else ""
+    state = "done" if statistics else "under way" if any(jobs.values()) else "the engine starts"
+    result = tiles_row([(number, name, "") for name, number in statistics.items()]) if statistics else ""
     result += f"<p>{escape(note)}</p>" if note else ""
-    parts = "".join(section(label, _job(looks)) for label, looks in jobs.items())
-    return f'<style>{STYLE}</style><div class="e3"><h1>{escape(title)}</h1><p class="soft">{state}</p>{result}{parts}</div>'
+    parts = "".join(section(label, _job(samples)) for label, samples in jobs.items())
+    return (
+        f'<style>{STYLE}</style><div class="e3"><h1>{escape(title)}</h1><p class="soft">{state}</p>'
+        f"{result}{parts}</div>"
+    )
 
 
-def _job(looks: list[Progress]) -> str:
-    if not looks:
+def _job(samples: list[Progress]) -> str:
+    if not samples:
         return '<p class="soft">nothing yet</p>'
-    newest = looks[-1]
+    newest = samples[-1]
     tiles = [(f"{newest.done:,} / {newest.total:,}", newest.unit, "")]
     if newest.kept:
         tiles.append((f"{newest.kept:,}", "of these by an earlier attempt", ""))
@@ -106,7 +100,7 @@ def _job(looks: list[Progress]) -> str:
     first = replace(newest, done=newest.kept, tokens=0, conversations=0, seconds=0.0)
     rate = [
         (b.seconds, b.tokens_per_s(a))
-        for a, b in pairwise([first, *looks])
-        if b.seconds - a.seconds >= SHORTEST_LOOK_S
+        for a, b in pairwise([first, *samples])
+        if b.seconds - a.seconds >= MIN_INTERVAL_S
     ]
     return f'{tiles_row(tiles)}<div class="charts">{line_chart("Speed", {"tokens/s": rate}, "seconds")}</div>'

@@ -1,6 +1,6 @@
-"""Parts that all report pages share: style, document, tiles, tables, sample rows with their loss mask.
+"""Parts of all report pages: style, document, tiles, tables, sample rows with their loss mask.
 
-A page is one HTML file without scripts or outside references, readable in light and dark.
+A page is one HTML file without scripts or references to other files, for light and dark mode.
 """
 
 from collections.abc import Iterable
@@ -8,7 +8,8 @@ from html import escape
 from typing import Any
 
 MAX_SAMPLES = 8
-MAX_SAMPLE_CHARS = 6000  # of one sample; with MAX_SAMPLES it bounds the page, escapes included, below 1 MB
+# Characters of one sample; with MAX_SAMPLES it keeps a page below 1 MB, escapes included.
+MAX_SAMPLE_CHARS = 6000
 
 STYLE = """
 .e3{--paper:#fff;--ink:#1c2330;--soft:#5d6778;--line:#dfe4ec;--card:#f6f8fb;--on:#cfe8d5;--good:#1a7f3c;--bad:#b3261e;
@@ -48,15 +49,15 @@ def document(title: str, content: str) -> str:
 
 
 def section(title: str, content: str) -> str:
-    """A heading over finished HTML; nothing where there is none."""
+    """A heading over finished HTML; empty if that is empty."""
     return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
 
 
 def tiles_row(tiles: list[tuple[str, str, str]]) -> str:
-    """Large figures: (figure, what it is, class: good, bad or empty)."""
+    """Large numbers: (number, what it counts, class: good, bad or empty)."""
     boxes = "".join(
-        f'<div class="tile"><b class="{c}">{escape(v)}</b><span>{escape(text)}</span></div>'
-        for v, text, c in tiles
+        f'<div class="tile"><b class="{kind}">{escape(number)}</b><span>{escape(text)}</span></div>'
+        for number, text, kind in tiles
     )
     return f'<div class="tiles">{boxes}</div>'
 
@@ -65,18 +66,16 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], numbers: tuple
     """A table of text; the columns `numbers` (from 0) are right-aligned."""
 
     def line(cells: tuple[str, ...], tag: str) -> str:
-        marks = [' class="n"' * (i in numbers) for i in range(len(cells))]
-        return (
-            "<tr>"
-            + "".join(f"<{tag}{m}>{escape(c)}</{tag}>" for c, m in zip(cells, marks, strict=True))
-            + "</tr>"
-        )
+        kinds = [' class="n"' if i in numbers else "" for i in range(len(cells))]
+        content = (f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
+        return f"<tr>{''.join(content)}</tr>"
 
-    return f'<div class="scroll"><table>{line(head, "th")}{"".join(line(row, "td") for row in rows)}</table></div>'
+    body = "".join(line(row, "td") for row in rows)
+    return f'<div class="scroll"><table>{line(head, "th")}{body}</table></div>'
 
 
 def samples_list(samples: list[dict[str, Any]]) -> str:
-    """Rows as text with their mask in colour: sample_id, spans [[text, supervised], …]; where known source."""
+    """Rows as text with their mask in colour: sample_id, spans [[text, supervised], …], and source if known."""
     if not samples:
         return ""
     rows = [_sample(sample, is_open=i == 0) for i, sample in enumerate(samples[:MAX_SAMPLES])]
@@ -84,15 +83,15 @@ def samples_list(samples: list[dict[str, Any]]) -> str:
 
 
 def _sample(sample: dict[str, Any], is_open: bool) -> str:
-    left, parts = MAX_SAMPLE_CHARS, []
-    for text, supervised in sample["spans"]:
-        shown = escape(text[:left])
-        parts.append(f"<mark>{shown}</mark>" if supervised else shown)
+    left = MAX_SAMPLE_CHARS
+    parts = []
+    for text, is_supervised in sample["spans"]:
+        visible = escape(text[: max(left, 0)])
+        parts.append(f"<mark>{visible}</mark>" if is_supervised and visible else visible)
         left -= len(text)
-        if left < 0:
-            parts.append(
-                f" … {-left + sum(len(t) for t, _ in sample['spans'][len(parts) :]):,} more characters"
-            )
-            break
+    if left < 0:
+        parts.append(f" … {-left:,} more characters")
     name = " ".join(str(sample[key]) for key in ("source", "sample_id") if sample.get(key))
-    return f"<details{' open' * is_open}><summary><code>{escape(name)}</code></summary><pre>{''.join(parts)}</pre></details>"
+    state = " open" if is_open else ""
+    text = "".join(parts)
+    return f"<details{state}><summary><code>{escape(name)}</code></summary><pre>{text}</pre></details>"

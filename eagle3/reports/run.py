@@ -1,15 +1,15 @@
-"""The page that a run leaves behind: figures, curves, stages, sample rows with their loss mask, and how to serve the draft.
+"""The report of a run: acceptance, curves, stages, sample rows with their loss mask, and how to serve the draft.
 
-Everything that comes from data is escaped.
+All text from data is escaped.
 """
 
 from html import escape
 from typing import Any
 
-from eagle3.reports.charts import Point, bar_chart, line_chart
+from eagle3.reports.charts import bar_chart, line_chart, metric_curves
 from eagle3.reports.parts import document, samples_list, section, table, tiles_row
 
-SERVE_NOTE = "The line serves this machine alone; for others give another --host, and a key in VLLM_API_KEY or by --api-key."
+SERVE_NOTE = "This serves on this machine only. To serve others, give another --host, and a key in VLLM_API_KEY or --api-key."
 
 
 def render_html(
@@ -19,12 +19,12 @@ def render_html(
 
     Args:
         summary: acceptance_length, acceptance_by_position, trainer_acceptance_length, outputs_identical (bool), tokens_per_s
-            {with_draft, without_draft}; where known also run_name, target_dir, export_dir, trainer_acceptance_by_position,
-            differing_prompts (ids), num_speculative_tokens, max_new_tokens, dtype, concurrency, prompts {train, heldout},
-            stages [{name, seconds, runs, cached}], serve {title: command}.
-        training_metrics: one dict an optimizer step: step, loss_by_step and accuracy_by_step (one figure a TTT step), now and
-            then validation_acceptance_length.
-        samples: sample_id, spans [[text, supervised], …] in order; where known source.
+            {with_draft, without_draft}; if known also run_name, target_dir, export_dir, trainer_acceptance_by_position,
+            differing_prompts (ids), num_speculative_tokens, max_new_tokens, dtype, concurrency, prompts {train,
+            heldout}, stages [{name, seconds, runs, cached}], serve {title: command}.
+        training_metrics: lines of metrics.jsonl, one an optimizer step: step, loss_by_step and accuracy_by_step (one
+            number a TTT step), sometimes validation_acceptance_length.
+        samples: sample_id, spans [[text, supervised], …] in order; if known source.
 
     Returns:
         A whole HTML document, below 1 MB.
@@ -43,55 +43,45 @@ def render_html(
 
 def _serve(lines: dict[str, str]) -> str:
     commands = "".join(_command(title, line) for title, line in lines.items())
-    return commands and f"<p class='soft'>{SERVE_NOTE}</p>{commands}"
+    return f"<p class='soft'>{SERVE_NOTE}</p>{commands}" if commands else ""
 
 
 def _header(title: str, summary: dict[str, Any]) -> str:
-    speed, prompts = summary["tokens_per_s"], summary.get("prompts")
+    speed = summary["tokens_per_s"]
+    prompts = summary.get("prompts")
     ratio = speed["with_draft"] / speed["without_draft"] if speed["without_draft"] else 0.0
     same = summary["outputs_identical"]
     differing = len(summary.get("differing_prompts", []))
     tiles = [
         (f"{summary['acceptance_length']:.3f}", "acceptance length, by the engine", ""),
         (f"{summary['trainer_acceptance_length']:.3f}", "acceptance length, by the trainer", ""),
-        (f"{ratio:.2f}×", "tokens/s with the draft against without", "good" if ratio > 1 else ""),
+        (f"{ratio:.2f}×", "times the tokens/s without the draft", "good" if ratio > 1 else ""),
         (
             "yes" if same else "no",
-            "same text with and without" + f": {differing} differ" * (not same),
+            "same text with and without" + ("" if same else f": {differing} differ"),
             "good" if same else "bad",
         ),
     ]
     if isinstance(prompts, dict):
         tiles.append((f"{prompts['train']:,} + {prompts['heldout']:,}", "prompts: training + held out", ""))
-    places = "".join(
+    paths = "".join(
         f"<p class='soft'>{label} <code>{escape(str(summary[key]))}</code></p>"
         for key, label in (("target_dir", "Target"), ("export_dir", "Draft"))
         if summary.get(key)
     )
-    return f"<header><h1>{escape(title)}</h1>{places}{tiles_row(tiles)}</header>"
+    return f"<header><h1>{escape(title)}</h1>{paths}{tiles_row(tiles)}</header>"
 
 
 def _charts(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
-    validation = [
-        (float(m["step"]), float(m[key]))
-        for m in metrics
-        if m.get(key := "validation_acceptance_length") is not None
-    ]
+    curves = {
+        "Loss by TTT step": {"loss_by_step": "step"},
+        "Accuracy by TTT step": {"accuracy_by_step": "step"},
+        "Acceptance length on validation rows": {"validation_acceptance_length": "validation"},
+    }
     charts = [
-        line_chart("Loss by TTT step", _by_step(metrics, "loss_by_step"), "optimizer step"),
-        line_chart("Accuracy by TTT step", _by_step(metrics, "accuracy_by_step"), "optimizer step"),
-        line_chart("Acceptance length on validation rows", {"validation": validation}, "optimizer step"),
-        _positions(summary),
+        line_chart(title, metric_curves(metrics, names), "optimizer step") for title, names in curves.items()
     ]
-    return f'<div class="charts">{"".join(charts)}</div>'
-
-
-def _by_step(metrics: list[dict[str, Any]], key: str) -> dict[str, list[Point]]:
-    curves: dict[str, list[Point]] = {}
-    for line in metrics:
-        for i, value in enumerate(line.get(key) or []):
-            curves.setdefault(f"step {i}", []).append((float(line["step"]), float(value)))
-    return curves
+    return f'<div class="charts">{"".join(charts)}{_positions(summary)}</div>'
 
 
 def _positions(summary: dict[str, Any]) -> str:

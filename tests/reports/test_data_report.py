@@ -1,13 +1,13 @@
-"""The data page: what it shows before and after the target has answered, and the accounts of its answers."""
+"""The data page before and after the target has answered, and the outcomes of its answers."""
 
-import re
 from typing import Any
 
 import pytest
 
-from eagle3.reports.data import answer_figures, is_limit_low, render_report
+from eagle3.reports.data import answer_statistics, is_limit_low, render_report
+from tests.helpers.pages import Page
 
-ACCOUNTS = {
+OUTCOMES = {
     "conversations": 40,
     "requested": 50,
     "answered": 40,
@@ -15,7 +15,7 @@ ACCOUNTS = {
     "failed: too_short": 4,
     "failed: no_room": 3,
 }
-ACCOUNTS |= {"skipped": 3, "tool_calls": 6, "at_length_limit": 10}
+OUTCOMES |= {"skipped": 3, "tool_calls": 6, "at_length_limit": 10}
 
 
 def source(**changes: Any) -> dict[str, Any]:
@@ -61,36 +61,23 @@ def answered(**changes: Any) -> dict[str, Any]:
     samples = [{"sample_id": "o:c", "source": "chats", "spans": [["Hi", False], ["<b>", True]]}]
     return (
         report
-        | {"rows": rows, "vocab": vocab, "samples": samples, "answers": answer_figures(ACCOUNTS)}
+        | {"rows": rows, "vocab": vocab, "samples": samples, "answers": answer_statistics(OUTCOMES)}
         | changes
     )
 
 
-def cells(page: str, first: str) -> list[str]:
-    """The cells of the table line that begins so."""
-    (line,) = re.findall(rf"<tr><td>{first}</td>(.*?)</tr>", page)
-    return re.findall(r"<td[^>]*>(.*?)</td>", line)
-
-
 def test_sources_are_shown_by_their_answered_rows_and_by_what_prepare_read() -> None:
-    page = render_report(answered(answers={}))
-    lines = re.findall(r"<tr><td>chats</td>.*?</tr>", page)
-    assert re.findall(r"<td[^>]*>(.*?)</td>", lines[0])[:7] == [
-        "chats",
-        "4",
-        "4",
-        "5",
-        "1,000",
-        "250",
-        "25.0%",
-    ]
-    assert re.findall(r"<td[^>]*>(.*?)</td>", lines[1]) == ["chats", "250", "225", "90.00%"]
+    html = render_report(answered(answers={}))
+    page = Page(html)
+    chats, coverage = (row for row in page.rows if row[0] == "chats")
+    assert chats[:7] == ["chats", "4", "4", "5", "1,000", "250", "25.0%"]
+    assert coverage == ["chats", "250", "225", "90.00%"]
     # Nothing of this source is left, since the target answered none of it.
-    assert cells(page, "lost")[:6] == ["4", "4", "0", "0", "0", "0.0%"]
-    assert cells(page, "held out")[:5] == ["2", "2", "2", "400", "0"]
-    assert "<mark>&lt;b&gt;</mark>" in page
-    assert "still to come" not in page
-    assert "known when the target" not in page
+    assert page.row("lost")[1:7] == ["4", "4", "0", "0", "0", "0.0%"]
+    assert page.row("held out")[1:6] == ["2", "2", "2", "400", "0"]
+    assert "<mark>&lt;b&gt;</mark>" in html
+    assert "has not answered yet" not in page.text
+    assert "when the target" not in page.text
 
 
 def test_lengths_are_those_of_the_answered_rows() -> None:
@@ -100,46 +87,41 @@ def test_lengths_are_those_of_the_answered_rows() -> None:
 
 
 def test_coverage_is_a_curve_with_the_chosen_size_marked() -> None:
-    page = render_report(answered())
-    assert page.count("<polyline") == 1
-    assert page.count('class="mark"') == 1
-    assert "6: 90.00%" in page
-    assert '<b class="">90.00%</b>' in page
+    page = Page(render_report(answered()))
+    assert "6: 90.00% size of the draft vocabulary" in page.text
+    assert "90.00% of the supervised tokens are in the draft vocabulary" in page.text
 
 
-def test_of_rows_that_wait_the_page_says_that_coverage_is_still_unknown() -> None:
+def test_the_coverage_of_rows_without_answers_is_unknown() -> None:
     waiting, kept = source(), source(supervised_tokens=100)
-    assert "chats: what is covered is known when the target has answered" in render_report(
-        prepared(chats=waiting, own=kept)
-    )
-    assert "what is covered" not in render_report(prepared(own=kept))
-    page = render_report(prepared(own=kept) | {"vocab_note": "<other>"})
-    assert "&lt;other&gt;" in page
-    assert "<polyline" not in page
+    text = "the coverage is known when the target has answered"
+    assert f"chats: {text}" in render_report(prepared(chats=waiting, own=kept))
+    assert text not in render_report(prepared(own=kept))
+    page = Page(render_report(prepared(own=kept) | {"vocab_note": "<other>"}))
+    assert "<other>" in page.text
+    assert "inside the draft vocabulary" not in page.text
 
 
-def test_accounts_add_up() -> None:
-    figures = answer_figures(ACCOUNTS)
-    assert figures["requested"] == figures["answered"] + figures["failed"] + figures["skipped"]
-    assert figures["failed"] == sum(figures["failed_by_reason"].values())
-    assert figures["failed_by_reason"] == {"no_room": 3, "too_short": 4}
-    assert figures["share_at_length_limit"] == 0.2
-    assert answer_figures({}) == {}
+def test_outcomes_add_up() -> None:
+    answers = answer_statistics(OUTCOMES)
+    assert answers["requested"] == answers["answered"] + answers["failed"] + answers["skipped"]
+    assert answers["failed"] == sum(answers["failed_by_reason"].values())
+    assert answers["failed_by_reason"] == {"no_room": 3, "too_short": 4}
+    assert answers["share_at_length_limit"] == 0.2
+    assert answer_statistics({}) == {}
 
 
-def test_accounts_stand_on_the_page() -> None:
-    page = render_report(answered())
-    assert cells(page, "requested") == ["50", "100.0%"]
-    assert cells(page, "failed: too_short") == ["4", "8.0%"]
-    assert cells(page, "skipped") == ["3", "6.0%"]
+def test_outcomes_are_on_the_page() -> None:
+    page = Page(render_report(answered()))
+    assert page.row("requested")[1:] == ["50", "100.0%"]
+    assert page.row("failed: too_short")[1:] == ["4", "8.0%"]
+    assert page.row("skipped")[1:] == ["3", "6.0%"]
     assert "Answers of the target" not in render_report(answered(answers={}))
 
 
 @pytest.mark.parametrize(("at_limit", "is_low"), [(0, False), (10, False), (11, True)])
 def test_more_than_a_fifth_at_the_length_limit_is_a_warning(at_limit: int, is_low: bool) -> None:
-    figures = answer_figures(ACCOUNTS | {"at_length_limit": at_limit})
-    assert is_limit_low(figures) == is_low
-    page = render_report(answered(answers=figures))
-    assert ('<b class="bad">' in page) == is_low
-    assert ("raise regenerate.max_new_tokens" in page) == is_low
+    answers = answer_statistics(OUTCOMES | {"at_length_limit": at_limit})
+    assert is_limit_low(answers) == is_low
+    assert ("raise regenerate.max_new_tokens" in render_report(answered(answers=answers))) == is_low
     assert not is_limit_low({})

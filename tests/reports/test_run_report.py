@@ -1,12 +1,9 @@
 """The report page is one small file that shows what it was given and lets nothing of it act."""
 
-from html.parser import HTMLParser
 from typing import Any
 
-import pytest
-
-from eagle3.reports.charts import nice_ticks, number, palette, thin
 from eagle3.reports.run import render_html
+from tests.helpers.pages import Page
 
 SUMMARY: dict[str, Any] = {
     "run_name": "smoke",
@@ -60,59 +57,28 @@ def metrics(steps: int, ttt_steps: int = 3) -> list[dict[str, Any]]:
     return lines
 
 
-class Tags(HTMLParser):
-    """Collects tag names and checks that they close in order."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-        self.open: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        self.attributes += attrs
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def test_the_page_is_whole_and_refers_to_nothing_outside() -> None:
-    tags = Tags(render_html(SUMMARY, metrics(50), SAMPLES))
-    assert tags.open == []
-    assert not {"script", "link", "img", "iframe", "a"} & set(tags.seen)
-    assert not {"src", "href", "onload"} & {name for name, _ in tags.attributes}
-    assert tags.seen.count("svg") == 4
-    # three losses, three accuracies, one validation curve
-    assert tags.seen.count("polyline") == 7
-    # two bars for each of three positions
-    assert tags.seen.count("rect") == 6
-
-
-def test_the_figures_of_the_run_stand_on_the_page() -> None:
-    page = render_html(SUMMARY, metrics(50), SAMPLES)
+def test_the_page_shows_the_numbers_of_the_run_and_needs_no_other_file() -> None:
+    page = Page(render_html(SUMMARY, metrics(50), SAMPLES))
     for text in (
-        "1.573",
-        "1.40×",
-        "58.1",
-        "41.5",
-        "extract_hidden_states",
-        "made 1, cached 2",
-        "skipped",
-        "600 + 40",
-        "/runs/export",
+        "1.573 acceptance length, by the engine",
+        "1.40× times the tokens/s without the draft",
+        "yes same text with and without",
+        "600 + 40 prompts",
+        "Draft /runs/export",
+        "Loss by TTT step step 0 step 1 step 2",
+        "Accuracy by TTT step step 0 step 1 step 2",
+        "Acceptance length on validation rows validation",
+        "Acceptance by position: share of rounds engine trainer",
+        "guess 1 0.38 0.38 guess 2 0.14 0.14 guess 3 0.05 0.05",
     ):
-        assert text in page
+        assert text in page.text
+    assert page.row("with draft") == ["with draft", "58.1"]
+    assert page.row("without draft") == ["without draft", "41.5"]
+    assert page.row("extract_hidden_states") == ["extract_hidden_states", "91.6", "made 1, cached 2"]
+    assert page.row("export_draft") == ["export_draft", "0.0", "skipped"]
 
 
-def test_supervised_text_is_marked_and_text_of_the_data_stays_text() -> None:
+def test_supervised_text_is_marked_and_text_from_data_is_escaped() -> None:
     page = render_html(SUMMARY, [], SAMPLES)
     assert "<pre>&lt;|user|&gt;Hi &amp; bye\n<mark>Hello &lt;b&gt;you&lt;/b&gt;</mark></pre>" in page
     hostile = "<script>alert(1)</script>"
@@ -122,7 +88,7 @@ def test_supervised_text_is_marked_and_text_of_the_data_stays_text() -> None:
         [],
         [{"sample_id": hostile, "spans": spans}],
     )
-    assert "<script" not in page
+    assert "alert(1)" in Page(page).text
 
 
 def test_differing_outputs_are_counted() -> None:
@@ -138,17 +104,8 @@ def test_a_page_without_metrics_samples_or_stages_still_renders() -> None:
         "outputs_identical",
         "tokens_per_s",
     )
-    page = render_html({key: SUMMARY[key] for key in known}, [], [])
-    assert Tags(page).open == []
-    assert page.count("nothing was recorded") == 3
-
-
-def test_non_finite_figures_are_left_out_of_the_curves() -> None:
-    lines = metrics(3)
-    lines[1]["loss_by_step"] = [float("nan"), float("inf"), 1.0]
-    page = render_html(SUMMARY, lines, [])
-    assert "nan" not in page
-    assert "inf" not in page.replace("info", "")
+    page = Page(render_html({key: SUMMARY[key] for key in known}, [], []))
+    assert "Loss by TTT step nothing was recorded" in page.text
 
 
 def test_the_largest_run_stays_below_one_megabyte() -> None:
@@ -156,25 +113,3 @@ def test_the_largest_run_stays_below_one_megabyte() -> None:
     page = render_html(SUMMARY, metrics(5000, ttt_steps=16), long)
     assert len(page.encode()) < 1_000_000
     assert "94,000 more characters" in page
-
-
-def test_thinning_keeps_the_mean_of_equal_runs() -> None:
-    points = [(float(i), float(i % 2)) for i in range(10)]
-    assert thin(points, 5) == [(0.5, 0.5), (2.5, 0.5), (4.5, 0.5), (6.5, 0.5), (8.5, 0.5)]
-    assert thin(points, 10) == points
-    assert len(thin(points, 4)) == 4
-
-
-@pytest.mark.parametrize(
-    ("low", "high"), [(0.0, 1.0), (1.3, 1.6), (3.0, 3.0), (0.0, 0.0), (-2.0, 9000.0), (1.0, 2.0)]
-)
-def test_ticks_are_few_and_enclose_the_data(low: float, high: float) -> None:
-    ticks = nice_ticks(low, high)
-    assert ticks[0] <= low + 1e-9
-    assert ticks[-1] >= high - 1e-9
-    assert 2 <= len(ticks) <= 8
-
-
-def test_numbers_are_short_and_colours_differ() -> None:
-    assert [number(v) for v in (0.25, 12.0, 3000.0, 0.1 + 0.2)] == ["0.25", "12", "3,000", "0.3"]
-    assert len(set(palette(16))) == 16

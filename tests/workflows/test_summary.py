@@ -12,7 +12,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from eagle3.config.data import DataConfig, SourceConfig, VocabConfig
 from eagle3.config.engine import EngineConfig, EvaluateConfig, FanOutConfig, TargetConfig
-from eagle3.reports.data import answer_figures
+from eagle3.reports.data import answer_statistics
 from tests.helpers.flyte_runs import pod
 from workflows.flyte.interfaces import Target
 from workflows.flyte.run_dir import path_for_reader, run_dir
@@ -78,11 +78,11 @@ def test_the_line_on_answers_adds_up_and_warns_of_the_limit() -> None:
         "skipped": 3,
         "at_length_limit": 240,
     }
-    text = answers_text(answer_figures(accounts))
+    text = answers_text(answer_statistics(accounts))
     assert text == (
         "1,200 requested = 1,190 answered + 7 failed (7 no_room) + 3 skipped; 240 at the length limit; 0 tool calls"
     )
-    low = answers_text(answer_figures(accounts | {"at_length_limit": 241}))
+    low = answers_text(answer_statistics(accounts | {"at_length_limit": 241}))
     assert "241 at the length limit, TOO MANY: raise regenerate.max_new_tokens" in low
     assert answers_text({}) == "the rows' own"
 

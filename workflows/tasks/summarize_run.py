@@ -146,7 +146,7 @@ def _data_report(
 ) -> dict[str, Any]:
     """What prepare tells of the sources, with the rows that came of them, the vocabulary's coverage, the answers' accounts."""
     from eagle3.data.describe import measure_coverage, read_description
-    from eagle3.reports.data import answer_figures
+    from eagle3.reports.data import answer_statistics
     from eagle3.vocab import load_vocab
 
     report: dict[str, Any] = json.loads(Path(prepared.report.download()).read_text())
@@ -155,7 +155,7 @@ def _data_report(
         "rows": description.statistics,
         "samples": description.samples,
         "vocab": measure_coverage(description, load_vocab(draft_vocab.file.download()).t2d),
-        "answers": answer_figures(rows.accounts),
+        "answers": answer_statistics(rows.accounts),
     }
 
 
