@@ -1,8 +1,8 @@
-"""Acceptance and speed of an exported draft on held-out prompts, measured by the engine and predicted by the training unroll.
+"""Acceptance and speed of an exported draft on held-out prompts, measured by the engine and predicted by the trainer.
 
-The engine answers the prompts greedily without and with the draft. Without it, it writes on past the answers' ends, since the
-last round of speculation looks there too. These texts are captured and unrolled; the walk over that unroll must give the
-engine's own rounds and accepted counts (exactly so in float32).
+The engine answers the prompts greedily without and with the draft. Without it, the engine generates past the ends of
+the answers, because the last round of speculation reads there. These texts are captured and unrolled as in training;
+a walk over the unroll must give the rounds and accepted counts of the engine, in float32 exactly.
 """
 
 import json
@@ -38,7 +38,7 @@ EXACT_ENCODING: dict[str, Literal["fp32", "bf16", "fp16"]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured, and how the target runs; the fields are evaluate's arguments."""
+    """Arguments of `evaluate`."""
 
     target_dir: str
     export_dir: str
@@ -58,20 +58,21 @@ def evaluate(
     tensor_parallel_size: int = 1,
     watch: Callable[[str], Watch] = Watch,
 ) -> dict[str, Any]:
-    """Measure a draft and write the figures as JSON.
+    """Measure a draft and write evaluation.json.
 
     Args:
         target_dir, export_dir: the target's files and the exported draft.
         heldout_path: token shard of prompts.
-        engine: how the target runs; dtype and sequences in flight come from cfg.
-        cfg: what is measured.
+        engine: how the target runs, but for dtype and sequences in flight, which are in cfg.
+        cfg: draft tokens per round, length of answers, dtype, sequences in flight.
         out_path: evaluation.json.
         tensor_parallel_size: GPUs that share the target.
-        watch: gives what shows a pass, by its label.
+        watch: makes the progress display of a pass from its label.
 
     Returns:
-        The content of evaluation.json: acceptance_length, acceptance_by_position, rounds, accepted and their trainer_ twins,
-        outputs_identical, differing_prompts (sample ids), tokens_per_s {with_draft, without_draft}, prompts, and the settings.
+        The content of evaluation.json: acceptance_length, acceptance_by_position, rounds, accepted and the same with
+        trainer_ before their names, outputs_identical, differing_prompts (sample ids), tokens_per_s {with_draft,
+        without_draft}, prompts, and the settings.
 
     Raises:
         ValueError: if a prompt leaves no room for the answer.
@@ -80,10 +81,11 @@ def evaluate(
     _check_room(heldout_path, rows, engine, cfg)
     job = Job(target_dir, export_dir, engine, cfg, tensor_parallel_size, watch)
     plain, drafted = _answer_twice(job, rows)
-    written, end_ids = [a.token_ids for a in plain.answers], end_of_turn_ids(target_dir)
-    lengths = [answer_length(ids, end_ids, cfg.max_new_tokens) for ids in written]
-    predicted = _predict_acceptance(job, rows, written, lengths)
-    report = _content(rows, lengths, plain, drafted, predicted)
+    end_ids = end_of_turn_ids(target_dir)
+    texts = [answer.token_ids for answer in plain.answers]
+    lengths = [answer_length(text, end_ids, cfg.max_new_tokens) for text in texts]
+    predicted = _predict_acceptance(job, rows, texts, lengths)
+    report = _measured(rows, lengths, plain, drafted, predicted)
     report |= {"engine": engine.engine, **cfg.model_dump()}
     Path(out_path).write_text(json.dumps(report, indent=1))
     return report
@@ -91,18 +93,22 @@ def evaluate(
 
 def _check_room(heldout_path: str, rows: list[TokenRow], engine: EngineConfig, cfg: EvaluateConfig) -> None:
     longest = max(rows, key=lambda r: len(r.token_ids))
-    # Nearer the end rounds get fewer guesses.
-    if len(longest.token_ids) + cfg.max_new_tokens + 2 * cfg.num_speculative_tokens > engine.max_model_len:
+    # Nearer to the limit rounds get fewer guesses.
+    needed = len(longest.token_ids) + cfg.max_new_tokens + 2 * cfg.num_speculative_tokens
+    if needed > engine.max_model_len:
         raise ValueError(
-            f"{heldout_path}: prompt {longest.sample_id} has {len(longest.token_ids)} tokens; with evaluate.max_new_tokens "
-            f"{cfg.max_new_tokens} and 2k it exceeds engine.max_model_len {engine.max_model_len}; raise that or lower the other"
+            f"{heldout_path}: prompt {longest.sample_id} has {len(longest.token_ids)} tokens; with "
+            f"evaluate.max_new_tokens {cfg.max_new_tokens} and 2k it exceeds engine.max_model_len "
+            f"{engine.max_model_len}; raise that or lower the other"
         )
 
 
 def _answer_twice(job: Job, rows: list[TokenRow]) -> tuple[Generation, Generation]:
-    """The target's greedy text without the draft, k tokens past the longest answer, and its answers with the draft."""
+    """Generate without the draft, k tokens past the longest answer, then with it."""
     settings = job.engine.model_copy(update={"dtype": job.cfg.dtype, "max_num_seqs": job.cfg.concurrency})
-    prompts, length, k = [r.token_ids for r in rows], job.cfg.max_new_tokens, job.cfg.num_speculative_tokens
+    prompts = [row.token_ids for row in rows]
+    length = job.cfg.max_new_tokens
+    k = job.cfg.num_speculative_tokens
     build = partial(
         EngineSettings.from_dirs, job.target_dir, settings, tensor_parallel_size=job.tensor_parallel_size
     )
@@ -113,22 +119,22 @@ def _answer_twice(job: Job, rows: list[TokenRow]) -> tuple[Generation, Generatio
     return plain, target_engine.generate(drafted, prompts, greedy, watch=job.watch("evaluate with draft"))
 
 
-def _content(
+def _measured(
     rows: list[TokenRow],
     lengths: list[int],
     plain: Generation,
     drafted: Generation,
     predicted: AcceptanceCounts,
 ) -> dict[str, Any]:
-    """The measured part of evaluation.json; lengths: of the answers within the text without the draft."""
+    """The measured part of evaluation.json; lengths: tokens of the answers in the text without the draft."""
     differing = [
         row.sample_id
         for row, text, length, answer in zip(rows, plain.answers, lengths, drafted.answers, strict=True)
         if text.token_ids[:length] != answer.token_ids
     ]
     return {
-        **_figures(AcceptanceCounts(drafted.num_drafts, tuple(drafted.accepted_per_position)), ""),
-        **_figures(predicted, "trainer_"),
+        **_counts(AcceptanceCounts(drafted.num_drafts, tuple(drafted.accepted_per_position)), ""),
+        **_counts(predicted, "trainer_"),
         "outputs_identical": not differing,
         "differing_prompts": differing,
         "tokens_per_s": {
@@ -140,7 +146,7 @@ def _content(
     }
 
 
-def _figures(counts: AcceptanceCounts, prefix: str) -> dict[str, Any]:
+def _counts(counts: AcceptanceCounts, prefix: str) -> dict[str, Any]:
     return {
         f"{prefix}acceptance_length": counts.acceptance_length,
         f"{prefix}acceptance_by_position": counts.by_position,
@@ -156,20 +162,20 @@ def answer_length(token_ids: list[int], end_ids: list[int], max_new_tokens: int)
 
 
 def _predict_acceptance(
-    job: Job, rows: list[TokenRow], written: list[list[int]], lengths: list[int]
+    job: Job, rows: list[TokenRow], texts: list[list[int]], lengths: list[int]
 ) -> AcceptanceCounts:
-    """The trainer's own figure: capture the target's greedy answers, unroll the draft over them, walk.
+    """Predict acceptance as the trainer does: capture the target's greedy answers, unroll the draft over them, walk.
 
     Args:
         rows: the prompts.
-        written: the target's greedy tokens after each, at least num_speculative_tokens - 1 of them past the answer's end.
+        texts: the target's greedy tokens after each, at least num_speculative_tokens - 1 past the answer's end.
         lengths: tokens of each answer.
     """
     draft, target_ids = load_exported(job.export_dir, load_target_tensors(job.target_dir).embedding)
     k = job.cfg.num_speculative_tokens
     counts = AcceptanceCounts.empty(k)
     with tempfile.TemporaryDirectory() as scratch:
-        states_dir = _capture_answers(job, rows, written, scratch)
+        states_dir = _capture_answers(job, rows, texts, scratch)
         with job.watch("evaluate: the walk") as shown, Report(shown) as report:
             report.begin(len(rows), "answers", lambda: report.conversations)
             for row, length, captured in zip(rows, lengths, read_hidden_states(states_dir), strict=True):
@@ -181,13 +187,13 @@ def _predict_acceptance(
     return counts
 
 
-def _capture_answers(job: Job, rows: list[TokenRow], written: list[list[int]], scratch: str) -> str:
-    """Exact hidden states of every prompt with the target's text behind it; returns their directory, inside `scratch`."""
-    whole = []
-    for row, ids in zip(rows, written, strict=True):
-        mask = [False] * len(row.token_ids) + [True] * len(ids)
-        whole.append(TokenRow(row.sample_id, row.source, row.token_ids + ids, mask))
-    write_token_shard(f"{scratch}/answers.parquet", whole)
+def _capture_answers(job: Job, rows: list[TokenRow], texts: list[list[int]], scratch: str) -> str:
+    """Capture exact hidden states of every prompt and text; returns their directory, inside `scratch`."""
+    answered = []
+    for row, text in zip(rows, texts, strict=True):
+        mask = [False] * len(row.token_ids) + [True] * len(text)
+        answered.append(TokenRow(row.sample_id, row.source, row.token_ids + text, mask))
+    write_token_shard(f"{scratch}/answers.parquet", answered)
     draft_config = json.loads((Path(job.export_dir) / "config.json").read_text())
     settings = EngineSettings.from_dirs(
         job.target_dir,
@@ -204,7 +210,7 @@ def _capture_answers(job: Job, rows: list[TokenRow], written: list[list[int]], s
 def _hits_by_position(
     draft: Eagle3Draft, target_ids: Tensor, captured: HiddenStateRow, ttt_steps: int
 ) -> Tensor:
-    """[k, T] bool: whether the guess of TTT step i at a position is the target's own token."""
+    """[k, T] bool: whether the guess of TTT step i at a position is the target's token."""
     batch = pack_rows([captured], ttt_steps)
     with torch.no_grad():
         hits = find_hits(guess(draft(batch), draft.lm_head.weight, target_ids), batch)

@@ -1,4 +1,4 @@
-"""A whole measurement with the transformers engine: its passes, its figures; where an answer ends."""
+"""A whole measurement with the transformers engine: its passes and counts; where an answer ends."""
 
 import json
 import sys
@@ -42,32 +42,27 @@ def write_inputs(path: Path) -> tuple[str, str, str]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the reference engine is tested on Linux")
 def test_every_pass_is_shown_to_its_end_and_the_walk_counts_as_the_engine_does(tmp_path: Path) -> None:
-    looks: dict[str, list[Progress]] = {}
+    samples: dict[str, list[Progress]] = {}
 
     def watch(label: str) -> Watch:
-        return Watch(label, looks.setdefault(label, []).append)
+        return Watch(label, samples.setdefault(label, []).append)
 
     cfg = EvaluateConfig(num_speculative_tokens=K, max_new_tokens=6, dtype="float32", concurrency=4)
-    figures = evaluate(
-        *write_inputs(tmp_path), REFERENCE, cfg, str(tmp_path / "evaluation.json"), watch=watch
-    )
-    assert list(looks) == [
+    report = evaluate(*write_inputs(tmp_path), REFERENCE, cfg, str(tmp_path / "evaluation.json"), watch=watch)
+    assert list(samples) == [
         "evaluate without draft",
         "evaluate with draft",
         "evaluate: capture the answers",
         "evaluate: the walk",
     ]
-    ends = {label: seen[-1] for label, seen in looks.items()}
+    ends = {label: passed[-1] for label, passed in samples.items()}
     assert all(end.done == end.total for end in ends.values())
     assert [end.total for label, end in ends.items() if end.unit == "answers"] == [5, 5, 5]
-    assert ends["evaluate with draft"].tokens == figures["generated_tokens"]
+    assert ends["evaluate with draft"].tokens == report["generated_tokens"]
     assert ends["evaluate: the walk"].tokens == ends["evaluate: capture the answers"].total
-    assert (figures["rounds"], figures["accepted"]) == (
-        figures["trainer_rounds"],
-        figures["trainer_accepted"],
-    )
-    assert figures["outputs_identical"]
-    assert json.loads((tmp_path / "evaluation.json").read_text()) == figures
+    assert (report["rounds"], report["accepted"]) == (report["trainer_rounds"], report["trainer_accepted"])
+    assert report["outputs_identical"]
+    assert json.loads((tmp_path / "evaluation.json").read_text()) == report
 
 
 @pytest.mark.slow
