@@ -1,9 +1,8 @@
 """Conversations to token ids and loss masks, by the tokenizer's own chat template.
 
-A row is a list of pieces (eagle3/data/template.py). Each is tokenized on its own and begins where a
-generation prompt ends, so that the tokens before an answer are exactly those that serving feeds. Tokenizing
-the whole text could merge the last characters of the generation prompt with the first of the answer. Pieces
-of ChatML:
+A row is a list of pieces (eagle3/data/template.py). Each begins where a generation prompt ends and is tokenized
+on its own, so that the tokens before an answer are exactly those that serving feeds: in the whole text the last
+characters of a generation prompt could merge with the first of the answer. Pieces of ChatML:
 
     <s>user⏎Hi</s>⏎<s>assistant⏎ | Hello!</s>⏎<s>user⏎Bye</s>⏎<s>assistant⏎ | See you!</s>
                                    ^^^^^^^^^^ supervised                       ^^^^^^^^^^^^
@@ -12,9 +11,9 @@ of ChatML:
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from eagle3.data.conversations import Conversation, Message
+from eagle3.data.conversations import Conversation
 from eagle3.data.template import Piece, template_of
 from eagle3.shards.tokens import TokenRow
 
@@ -23,10 +22,7 @@ if TYPE_CHECKING:
 
 
 class EncodedRow(NamedTuple):
-    """T token ids and T flags, True on the model's tokens.
-
-    num_cut: tokens cut off at the limit. reason: why the row cannot be used, or "".
-    """
+    """T token ids and T flags, True on the model's tokens; num_cut: tokens over the limit; reason to drop it, or ""."""
 
     token_ids: list[int]
     loss_mask: list[bool]
@@ -38,30 +34,24 @@ def load_chat_tokenizer(tokenizer_dir: str | Path) -> "PreTrainedTokenizerBase":
     """Load a target's tokenizer from its directory, without the network.
 
     Raises:
-        ValueError: if there is none, it has no chat template, or texts cannot be tokenized piece by piece;
-            names the directory.
+        ValueError: if there is none that tokenizes in pieces and has a chat template; names the directory.
     """
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(tokenizer_dir), local_files_only=True
-        )
+        tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_dir), local_files_only=True)
     except (OSError, ValueError) as e:
-        reason = str(e).partition("\n")[0]
-        raise ValueError(
-            f"{tokenizer_dir}: no readable tokenizer ({reason}); give a target directory with tokenizer.json"
-        ) from e
+        rule = f"{tokenizer_dir}: no readable tokenizer ({str(e).partition(chr(10))[0]})"
+        raise ValueError(f"{rule}; give a target directory with tokenizer.json") from e
     if not tokenizer.chat_template:
-        raise ValueError(
-            f"{tokenizer_dir}: the tokenizer has no chat template; choose a chat model or add chat_template.jinja"
-        )
+        remedy = "choose a chat model or add chat_template.jinja"
+        raise ValueError(f"{tokenizer_dir}: the tokenizer has no chat template; {remedy}")
     if not tokenizer.is_fast or _anchor(tokenizer) is None:
         raise ValueError(
-            f"{tokenizer_dir}: the tokenizer cannot tokenize a text in pieces (it is slow, or changes the begin of every text); "
-            "choose a target with a tokenizer.json that does"
+            f"{tokenizer_dir}: the tokenizer cannot tokenize a text in pieces (it is slow, or changes the begin of "
+            "every text); choose a target with a tokenizer.json that does"
         )
-    return tokenizer
+    return cast("PreTrainedTokenizerBase", tokenizer)
 
 
 def conversation_rows(
@@ -71,14 +61,12 @@ def conversation_rows(
 
     Args:
         tokenizer: fast, with a chat template.
-        conversation: its last answer ends the last row; an assistant turn before the first user turn is
-            context only.
+        conversation: its last answer ends the last row; a turn before the first user turn is context only.
         thinking: on or off, passed to the template; None leaves it to the template. Off leaves thoughts out.
 
     Returns:
-        one row, or several where the template changes earlier turns as the conversation grows, as thinking
-        templates do that drop earlier thoughts. Every answer is supervised in exactly one row. No row without
-        an answer.
+        one row, or several where the template changes earlier turns as the conversation grows, as by dropping
+        thoughts. Every answer is supervised in exactly one row. No row without an answer.
 
     Raises:
         BadRow: control_token, template_refuses, answer_not_cut, tool_calls_not_rendered or too_deep.
@@ -89,17 +77,8 @@ def conversation_rows(
 def prompt_row(
     tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, thinking: bool | None = None
 ) -> list[Piece]:
-    """Render a conversation and the generation prompt, which the target answers; arguments as in `conversation_rows`.
-
-    Raises:
-        BadRow: control_token, template_refuses, tool_calls_not_rendered or too_deep.
-    """
+    """Render a conversation and the generation prompt, for the target to answer; as `conversation_rows`."""
     return template_of(tokenizer, thinking).prompt(conversation)
-
-
-def render_prompt(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> list[int]:
-    """Token ids of the messages and the generation prompt."""
-    return encode_rows(tokenizer, [prompt_row(tokenizer, Conversation(messages))])[0].token_ids
 
 
 def encode_rows(
@@ -110,13 +89,11 @@ def encode_rows(
     Args:
         tokenizer: the one that rendered the rows.
         rows: pieces as `conversation_rows` and `prompt_row` return them.
-        max_tokens: longer rows are cut after the last answer that fits, or inside the first answer if none
-            fits.
+        max_tokens: longer rows are cut after the last answer that fits, else inside the first answer.
 
     Returns:
-        one for each row, in order. reason: empty_mask where a row with answers has no two supervised
-        neighbours (the first token of an answer is never drafted), merged_pieces where the tokenizer merges a
-        piece with the text around it.
+        one for each row, in order. reason: empty_mask where a row with answers has no two supervised neighbours
+        (an answer's first token is never drafted), merged_pieces where the tokenizer merges pieces.
     """
     anchor = _anchor(tokenizer) or ""
     # Serving tokenizes a row from its begin; the later pieces must not be tokenized as the begin of a text.
@@ -144,27 +121,23 @@ def encode_rows(
 def _piece_tokens(
     encoded: "BatchEncoding", index: int, anchor: str, piece: Piece
 ) -> tuple[list[int], int, bool]:
-    """Take one piece from a batch.
+    """Token ids of the piece at an index, how many of the first are the model's, and whether it was not merged.
 
-    Args:
-        encoded: its first text is the anchor.
-        index: of the piece in the batch.
-        anchor: the text that was tokenized before the piece, or "".
-
-    Returns:
-        token ids, how many of the first are the model's, and whether the tokenizer kept the piece apart from
-        the text around it.
+    The piece was tokenized after the anchor, or after "" at the begin of a row; text 0 is the anchor alone.
     """
     ids = encoded["input_ids"][index]
-    num_answer, is_apart = len(ids), True
+    num_answer = len(ids)
+    is_apart = True
     if piece.num_answer < len(piece.text):
         # The model's last character belongs to a control token, so no token reaches across it.
         last = encoded.char_to_token(index, len(anchor) + piece.num_answer - 1) if piece.num_answer else -1
-        num_answer, is_apart = (last or 0) + 1, last is not None
+        num_answer = (last or 0) + 1
+        is_apart = last is not None
     if anchor:
         anchor_ids = encoded["input_ids"][0]
         is_apart = is_apart and ids[: len(anchor_ids)] == anchor_ids
-        ids, num_answer = ids[len(anchor_ids) :], max(num_answer - len(anchor_ids), 0)
+        ids = ids[len(anchor_ids) :]
+        num_answer = max(num_answer - len(anchor_ids), 0)
     return ids, num_answer, is_apart
 
 
@@ -181,7 +154,7 @@ def text_spans(
 
 
 def sample_of(tokenizer: "PreTrainedTokenizerBase", row: TokenRow) -> dict[str, Any]:
-    """A row for reports, JSON-ready: sample_id, source, tokens (their number), spans [[text, supervised], …]."""
+    """A row for reports, JSON-ready: sample_id, source, tokens (a count), spans [[text, supervised], …]."""
     spans = [list(span) for span in text_spans(tokenizer, row.token_ids, row.loss_mask)]
     return {"sample_id": row.sample_id, "source": row.source, "tokens": len(row.token_ids), "spans": spans}
 

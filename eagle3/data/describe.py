@@ -8,7 +8,7 @@ Rows come one by one, so memory holds one shard. A description is a directory of
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,21 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_SOURCE_SAMPLES = 2
-
-
-@dataclass
-class _Source:
-    """Counts over one source's rows, and its first rows."""
-
-    counter: TokenCounter
-    counts: RowCounts = field(default_factory=RowCounts)
-    first_rows: list[TokenRow] = field(default_factory=list)
-
-    def add(self, row: TokenRow) -> None:
-        self.counter.add(row)
-        self.counts.add(row)
-        if len(self.first_rows) < MAX_SOURCE_SAMPLES:
-            self.first_rows.append(row)
 
 
 @dataclass(frozen=True)
@@ -81,24 +66,25 @@ def describe_rows(
     Raises:
         ValueError: if a supervised token id is not the target's; names the row.
     """
-    sources: dict[str, _Source] = {}
+    counters: dict[str, TokenCounter] = {}
+    statistics: dict[str, RowCounts] = {}
+    first_rows: list[tuple[int, int, TokenRow]] = []  # the row's number in its source, the source's, the row
     for row in rows:
-        if row.source not in sources:
-            sources[row.source] = _Source(TokenCounter(vocab_size))
-        sources[row.source].add(row)
-    ranked = [
-        (i, s, row) for s, source in enumerate(sources.values()) for i, row in enumerate(source.first_rows)
-    ]
-    chosen = sorted(ranked, key=lambda r: r[:2])[:num_samples]
-    counts = [source.counter.counts for source in sources.values()]
+        if row.source not in counters:
+            counters[row.source] = TokenCounter(vocab_size)
+            statistics[row.source] = RowCounts()
+        counts = statistics[row.source]
+        if counts.rows < MAX_SOURCE_SAMPLES:
+            first_rows.append((counts.rows, list(counters).index(row.source), row))
+        counters[row.source].add(row)
+        counts.add(row)
+    chosen = sorted(first_rows, key=lambda first: first[:2])[:num_samples]
+    tensors = [counter.counts for counter in counters.values()]
     return Description(
-        statistics={
-            name: {"rows": source.counts.rows} | source.counts.token_statistics()
-            for name, source in sources.items()
-        },
-        samples=[sample_of(tokenizer, row) for _, _, row in sorted(chosen, key=lambda r: (r[1], r[0]))],
+        statistics={n: {"rows": c.rows} | c.token_statistics() for n, c in statistics.items()},
+        samples=[sample_of(tokenizer, row) for _, _, row in sorted(chosen, key=lambda c: (c[1], c[0]))],
         end_of_turn_ids=sorted(end_of_turn_ids),
-        counts=torch.stack(counts) if counts else torch.zeros(0, vocab_size, dtype=torch.int64),
+        counts=torch.stack(tensors) if tensors else torch.zeros(0, vocab_size, dtype=torch.int64),
     )
 
 

@@ -36,9 +36,9 @@ MAX_TOKENIZED_CHARS = 1 << 20  # in one call of the tokenizer, which needs some 
 class Task:
     """What to make of a source's rows.
 
-    source: name written into them. preset, thinking: as in SourceConfig. keep: `answers` for whole
-    conversations; `script` for what the target is asked first, with an all-False mask and the script of the
-    rest; `last_prompt` for what it is asked last, after the row's own history.
+    source: name written into them. preset, thinking: as in SourceConfig. keep: `answers` for whole conversations;
+    `script` for what the target is asked first, with an all-False mask and the script of the rest; `last_prompt`
+    for what it is asked last, after the row's own history.
     """
 
     source: str
@@ -51,11 +51,9 @@ class Task:
 class Outcome:
     """What became of one source row.
 
-    rows: its token rows; several where the template needs them; none where it was dropped, for `reason` and
-    with `message`. opening: key of the conversation's first user text: rows with the same opening are kept on
-    one side of every split. content: digest of the conversation. script: as in TokenRow. is_cut: tokens were
-    left out to fit the limits. turns: user turns. has_tool_calls: in any assistant turn. format: the format
-    of the row.
+    rows: its token rows; several where the template needs them; none if dropped, for `reason` and with `message`.
+    opening: key of the first user text: rows with one opening stay on one side of every split. content: digest of
+    the conversation. script: as in TokenRow. is_cut: tokens were left out to fit the limits. turns: user turns.
     """
 
     where: str
@@ -122,24 +120,22 @@ class RowEncoder:
     ) -> tuple[Outcome, list[list[Piece]]]:
         messages = conversation.messages
         keys = [opening_key(m["content"]) for m in messages if m["role"] == "user"]
-        has_tool_calls = any("tool_calls" in m for m in messages)
+        if not self.excluded.isdisjoint(keys):
+            raise BadRow("in_heldout", "a user turn is a prompt of an evaluation set")
         outcome = replace(
             outcome,
             opening=keys[0],
             turns=len(keys),
-            has_tool_calls=has_tool_calls,
+            has_tool_calls=any("tool_calls" in m for m in messages),
             format=conversation.format,
         )
-        if not self.excluded.isdisjoint(keys):
-            return outcome.dropped("in_heldout", "a user turn is a prompt of an evaluation set"), []
         if sum(len(m["content"]) for m in messages) > MAX_ROW_BYTES:
-            return outcome.dropped(
-                "row_too_large", f"more than {MAX_ROW_BYTES:,} characters; cut the row"
-            ), []
+            message = f"more than {MAX_ROW_BYTES:,} characters; cut the row"
+            return outcome.dropped("row_too_large", message), []
         if task.keep == "answers":
             if not has_answer(messages):
                 remedy = "add an answer or set regenerate.enabled to true"
-                return outcome.dropped("no_answer", f"no assistant text to train on; {remedy}"), []
+                raise BadRow("no_answer", f"no assistant text to train on; {remedy}")
             rows = conversation_rows(self.tokenizer, conversation, task.thinking)
             return replace(outcome, content=_content(conversation)), rows
         text = ""
@@ -155,17 +151,13 @@ class RowEncoder:
         """A row that comes as tokens: its prompt ends at the first supervised one."""
         ids, mask = row.token_ids, row.loss_mask
         if max(ids) >= self.num_tokens:
-            message = f"token id {max(ids)} is none of the target's {self.num_tokens}"
-            return outcome.dropped("bad_token_ids", message)
-        outcome = replace(
-            outcome,
-            opening=tokens_key(ids[: _num_prompt(mask)]),
-            content=digest_of(array("i", ids).tobytes(), bytes(mask)),
-            turns=_num_answers(mask),
-            format="pretokenized",
-        )
-        if outcome.opening in self.excluded:
-            return outcome.dropped("in_heldout", "it is a prompt of an evaluation set")
+            raise BadRow("bad_token_ids", f"token id {max(ids)} is none of the target's {self.num_tokens}")
+        opening = tokens_key(ids[: _num_prompt(mask)])
+        if opening in self.excluded:
+            raise BadRow("in_heldout", "it is a prompt of an evaluation set")
+        content = digest_of(array("i", ids).tobytes(), bytes(mask))
+        turns = sum(mask and not before for before, mask in pairwise([False, *mask]))
+        outcome = replace(outcome, opening=opening, content=content, turns=turns, format="pretokenized")
         if task.keep == "answers":
             end = min(len(ids), self.cfg.max_tokens)
             trains = any(a and b for a, b in pairwise(mask[:end]))
@@ -233,10 +225,6 @@ def _last_answer(loss_mask: list[bool]) -> int:
     """Index of the last answer's first token; the row's length if there is no answer."""
     begins = [i for i, mask in enumerate(loss_mask) if mask and (i == 0 or not loss_mask[i - 1])]
     return begins[-1] if begins else len(loss_mask)
-
-
-def _num_answers(loss_mask: list[bool]) -> int:
-    return sum(mask and not before for before, mask in pairwise([False, *loss_mask]))
 
 
 def in_batches(records: Iterable[Record]) -> Iterator[list[Record]]:

@@ -1,8 +1,7 @@
 """Processes that encode the rows of long sources.
 
-Outcomes come back in the order of the rows, so results do not depend on the number of processes. Each process
-costs seconds of imports, so they start only for a source of more than MAX_INLINE_ROWS rows; a fork server
-does the imports once for all.
+Outcomes come back in the order of the rows, so results do not depend on the number of processes. They start after
+MAX_INLINE_ROWS rows, since each costs seconds of imports, which a fork server does once for all.
 """
 
 import multiprocessing
@@ -12,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
-from types import TracebackType
 
 from eagle3.data.encode import Outcome, RowEncoder, Task, in_batches
 from eagle3.data.files import Record
@@ -34,9 +32,7 @@ class EncoderPool:
     def __enter__(self) -> "EncoderPool":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.processes:
             self.processes.shutdown(cancel_futures=True)
 
@@ -61,17 +57,15 @@ class EncoderPool:
                 running.extend(processes.submit(_encode, batch, task) for batch in islice(batches, 1))
                 yield from outcomes
         except BrokenProcessPool as e:
-            raise WorkerDied(
-                "a process that tokenizes rows was ended from outside, most likely for want of memory; lower data.workers"
-            ) from e
+            rule = "a process that encodes rows was killed from outside, most likely for want of memory"
+            raise WorkerDied(f"{rule}; lower data.workers") from e
         finally:
             for future in running:
                 future.cancel()
 
     def _start(self) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("forkserver")
-        # Imports that every worker needs, done once. Pickling a tokenizer takes half the imports of loading
-        # one.
+        # Every worker needs these imports. A pickled tokenizer needs half the imports of one that is loaded.
         context.set_forkserver_preload([type(self.encoder.tokenizer).__module__, __name__])
         return ProcessPoolExecutor(self.workers, context, initializer=_start_worker, initargs=(self.encoder,))
 

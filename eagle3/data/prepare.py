@@ -1,13 +1,11 @@
 """The prepare stage: source rows to token shards, published all together or not at all.
 
-Every source is read once, encoded in batches (eagle3/data/encode.py) and written to a staging directory; the
-shards move to the output directory when all counts are right. Memory holds one shard. Rows that cannot be
-used are dropped, counted by reason and shown in the report; a source that cannot be read, or loses too many
-rows, is an error.
+Every source is read once and encoded in batches (eagle3/data/encode.py) into a staging directory; its shards move to the
+output directory when all counts are right. Memory holds one shard. Rows that cannot be used are dropped, counted by
+reason and reported; a source that cannot be read, or loses too many rows, is an error.
 
-Without weights the sources follow one another, and each fills shards of its own: rows appended to one leave
-the shards of the others as they are. With weights a random source is drawn for each row, by the seed; the mix
-ends when the source drawn has no row left, so that the shares hold.
+Without weights each source fills shards of its own, so rows appended to one leave the others' shards as they are. With
+weights the source of each row is drawn by the seed; the mix ends when the source drawn has no row left.
 """
 
 import logging
@@ -49,10 +47,10 @@ class PreparedFile:
 
 @dataclass(frozen=True)
 class PreparedFiles:
-    """Training shards in order, those of tool tasks, the held-out prompts, and the report (JSON-ready, no directories).
+    """Training shards in order, those of tool tasks, the held-out prompts, and the report.
 
-    report: total_statistics over all sources; sources {name: SourceTally.statistics}, heldout the same;
-    prompts {train, heldout} rows; samples [{sample_id, source, tokens, spans [[text, supervised], …]}].
+    report: JSON-ready, without directories: total_statistics; sources {name: SourceTally.statistics}, heldout the
+    same; prompts {train, heldout} rows; samples [{sample_id, source, tokens, spans [[text, supervised], …]}].
     """
 
     shards: list[PreparedFile]
@@ -70,14 +68,12 @@ def prepare_shards(
         heldout: prompts for evaluation; only what the target is to answer is kept of each row.
         tokenizer_dir: the target's directory, with its chat template.
         cfg: data settings with the training sources; with pinned revisions the result is reproducible.
-        regenerate: rows hold what the target is asked first, with an all-False mask, and a script of the
-            rest, unless their source says no; those that offer tools are the tool tasks. Otherwise rows are
-            whole conversations.
+        regenerate: rows of sources that agree hold what the target is asked first, with an all-False mask, and a
+            script of the rest; those that offer tools are tool tasks. Other rows are whole conversations.
         out_dir: gets shard-00000.parquet …, tool-tasks-00000.parquet … and heldout.parquet, all or none.
 
     Raises:
-        ValueError: on a source that cannot be read, too many dropped rows, too few shards, or no held-out
-            prompt left.
+        ValueError: on a source that cannot be read or loses too many rows, too few shards, or no held-out prompt.
     """
     tokenizer = load_chat_tokenizer(tokenizer_dir)
     names = check_sources(cfg.sources)
@@ -117,7 +113,7 @@ def prepare_heldout(
 
 
 class _ShardFiles:
-    """Writes rows to files of `rows_per_shard` in a staging directory; `files` has the paths that they will have."""
+    """Writes rows to files of `rows_per_shard` in a staging directory; `files` has their final paths."""
 
     def __init__(self, staging: Path, out_dir: Path, name: str, rows_per_shard: int) -> None:
         self.staging = staging
@@ -146,7 +142,7 @@ class _ShardFiles:
 def _read_heldout(
     encoder: RowEncoder, heldout: SourceConfig, cfg: DataConfig
 ) -> tuple[list[TokenRow], SourceTally, frozenset[str]]:
-    """The held-out prompts, their counts, and the keys to leave out of training: theirs and those of data.excluded."""
+    """The held-out prompts, their counts, and the keys to leave out of training, also those of data.excluded."""
     excluded: set[str] = set()
 
     def read(source: SourceConfig) -> tuple[list[TokenRow], SourceTally]:
@@ -159,7 +155,8 @@ def _read_heldout(
     if not rows:
         raise ValueError(
             f"{redact(source_path(heldout))}: none of {tally.num_read} held-out prompts is left, dropped "
-            f"{dict(tally.dropped)}; raise data.max_prompt_tokens or add shorter prompts{tally.first_example()}"
+            f"{dict(tally.dropped)}; raise data.max_prompt_tokens or add shorter prompts"
+            f"{tally.first_example()}"
         )
     _check_dropped(heldout, tally, cfg)
     for source in cfg.excluded:
@@ -177,7 +174,7 @@ def _collect_keys(outcomes: Iterator[Outcome], keys: set[str]) -> Iterator[Outco
 def _training_rows(
     pool: EncoderPool, names: list[str], tallies: list[SourceTally], cfg: DataConfig, regenerate: bool
 ) -> Iterator[Iterator[TokenRow]]:
-    """The rows that are kept, each counted in its source's tally: a stream a source, or with weights one of all."""
+    """The rows that are kept, counted in their sources' tallies: a stream a source, or with weights one of all."""
     seen: set[str] = set()
     streams = []
     for source, name, tally in zip(cfg.sources, names, tallies, strict=True):
@@ -223,14 +220,14 @@ def check_sources(sources: Sequence[SourceConfig]) -> list[str]:
     names = [source_name(source) for source in sources]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
+        found = ", ".join(repeated)
         raise ValueError(
-            f"every source needs a name of its own, got {', '.join(repeated)} twice; set `name` in data.sources"
+            f"every source needs a name of its own, got {found} twice; set `name` in data.sources"
         )
     without = [name for name, source in zip(names, sources, strict=True) if not source.weight]
     if without and len(without) < len(names):
-        raise ValueError(
-            f"either all sources must have a weight above 0, or none, got none for {', '.join(without)}; add it"
-        )
+        rule = "either all sources must have a weight above 0, or none"
+        raise ValueError(f"{rule}, got none for {', '.join(without)}; add it")
     return names
 
 
@@ -239,9 +236,9 @@ def _check_dropped(source: SourceConfig, tally: SourceTally, cfg: DataConfig) ->
     if num_dropped > cfg.max_dropped_share * tally.num_read:
         reasons = ", ".join(f"{reason} {rows}" for reason, rows in tally.dropped.most_common())
         raise ValueError(
-            f"{redact(source_path(source))}: {num_dropped} of {tally.num_read} rows dropped ({reasons}), more than "
-            f"data.max_dropped_share = {cfg.max_dropped_share}; mend the source, raise data.max_prompt_tokens, or "
-            f"raise the share{tally.first_example()}"
+            f"{redact(source_path(source))}: {num_dropped} of {tally.num_read} rows dropped ({reasons}), more "
+            f"than data.max_dropped_share = {cfg.max_dropped_share}; mend the source, raise "
+            f"data.max_prompt_tokens, or raise the share{tally.first_example()}"
         )
 
 

@@ -13,7 +13,7 @@ MAX_MESSAGE_CHARS = 300
 
 @dataclass
 class RowCounts:
-    """Counts over token rows. lengths: rows by bin, a bin's upper bound being a power of two of at least 32 tokens."""
+    """Counts over token rows. lengths: rows by the upper bound of their bin, a power of two from 32 tokens."""
 
     rows: int = 0
     tokens: int = 0
@@ -64,18 +64,17 @@ class SourceTally:
         self.with_tool_calls += outcome.has_tool_calls
 
     def first_example(self) -> str:
-        """The first row dropped for the commonest reason, as the end of an error message; "" if none was dropped."""
+        """The first row dropped for the commonest reason, as the end of a message; "" if none was dropped."""
         if not self.dropped:
             return ""
         example = self.examples[self.dropped.most_common(1)[0][0]][0]
         return f". First: {example['row']}: {example['message']}"
 
     def statistics(self) -> dict[str, Any]:
-        """JSON-ready; token_statistics and the counts below.
+        """JSON-ready: token_statistics and the counts below.
 
-        conversations: source rows used. rows_kept: their token rows. truncated: source rows cut to the
-        limits. turns: [[user turns, conversations], …]. examples: {reason: [{row, message}, …]} of dropped
-        rows.
+        conversations: source rows used. rows_kept: their token rows. turns: [[user turns, conversations], …].
+        examples: {reason: [{row, message}, …]} of dropped rows.
         """
         return self.kept.token_statistics() | {
             "rows_read": self.num_read,

@@ -1,9 +1,9 @@
 """The model's text in the renderings of a chat template, and the pieces into which a rendering is cut there.
 
-One rule: an answer begins where (history + generation prompt) ends inside (history + answer), and ends with
-the control token that ends that rendering. A row that the template writes otherwise is refused, and so is one
-whose text spells a control token: serving would read it as one. Messages have the form that vLLM gives to
-templates: arguments of a call as an object, content "" beside it.
+One rule: an answer begins where (history + generation prompt) ends inside (history + answer), and ends with the
+control token that ends that rendering. A row that the template writes otherwise is refused, and so is one whose
+text spells a control token: serving would read it as one. Messages have the form that vLLM gives to templates:
+arguments of a call as an object, content "" next to it.
 """
 
 import re
@@ -17,9 +17,8 @@ from eagle3.data.conversations import THOUGHT_KEYS, BadRow, Conversation
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TODAY = datetime(
-    2025, 1, 1
-)  # for templates that write the date: the same rows give the same digests every day
+TODAY = datetime(2025, 1, 1)  # for templates that write the date: digests must not change with it
+SWITCHES = ("enable_thinking", "thinking")
 PROBED_ANSWER = "Probed answer."
 PROBED_THOUGHTS = "Probed thoughts."
 
@@ -62,8 +61,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.thinking = thinking
         added = list(tokenizer.added_tokens_decoder.values())
-        # Some tokenizers do not flag their turn markers as special; <think> and <tool_call> are text that a
-        # model writes.
+        # Some tokenizers do not flag turn markers as special. <think> and <tool_call> are a model's own text.
         turns = self._try_render(["user", "assistant", "user"], prompt=False)
         control = [t.content for t in added if t.special or (t.content.strip() and t.content in turns)]
         longest_first = sorted((re.escape(text) for text in control if len(text) > 1), key=len, reverse=True)
@@ -74,10 +72,7 @@ class ChatTemplate:
         self.empty_thoughts = self._find_empty_thoughts()
 
     def rows(self, conversation: Conversation) -> list[list[Piece]]:
-        """The conversation up to its last answer; a new row begins where the template writes earlier turns in another way.
-
-        Each answer after the first user turn is the model's text in exactly one row.
-        """
+        """The conversation up to its last answer; a new row begins where the template changes earlier turns."""
         messages = self._messages(conversation)
         rows: list[list[Answer]] = []
         asked = False
@@ -113,15 +108,13 @@ class ChatTemplate:
         tokens = list(self.control.finditer(text, begin))
         is_ended = bool(tokens) and tokens[-1].start() > begin and not text[tokens[-1].end() :].strip()
         if self.closes or not text.startswith(prompt) or not is_ended:
-            raise BadRow(
-                "answer_not_cut",
-                f"the chat template does not write message {index + 1} (assistant) between its generation prompt and a control "
-                "token; enable regeneration or remove the row",
-            )
+            rule = f"the chat template does not write message {index + 1} (assistant) between its generation prompt"
+            remedy = "enable regeneration or remove the row"
+            raise BadRow("answer_not_cut", f"{rule} and a control token; {remedy}")
         return Answer(text, begin, tokens[-1].end())
 
     def _find_empty_thoughts(self) -> str:
-        """The text before an answer without thoughts, if thoughts would add nothing but themselves to the rendering."""
+        """The text before an answer without thoughts, if thoughts would only add themselves to the rendering."""
         question = {"role": "user", "content": "x"}
         answer = {"role": "assistant", "content": PROBED_ANSWER}
         thoughtful = answer | dict.fromkeys(THOUGHT_KEYS, PROBED_THOUGHTS)
@@ -135,13 +128,11 @@ class ChatTemplate:
         return found.text[found.begin :].partition(PROBED_ANSWER)[0]
 
     def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
-        """Messages for the template, thoughts under every name that templates use; without thoughts where thinking is off."""
+        """Messages for the template; thoughts under every name that templates use, none where thinking is off."""
         for text in _texts([conversation.messages, conversation.tools]):
             if token := self.control.search(text):
-                raise BadRow(
-                    "control_token",
-                    f"a text spells the control token {token.group()}; remove it from the text, or remove the row",
-                )
+                rule = f"a text spells the control token {token.group()}"
+                raise BadRow("control_token", f"{rule}; remove it from the text, or remove the row")
         messages = []
         for message in conversation.messages:
             written = {key: value for key, value in message.items() if key != "reasoning_content"}
@@ -156,29 +147,23 @@ class ChatTemplate:
     ) -> str:
         import jinja2
 
-        switches = (
-            {} if self.thinking is None else dict.fromkeys(("enable_thinking", "thinking"), self.thinking)
-        )
+        switches = {} if self.thinking is None else dict.fromkeys(SWITCHES, self.thinking)
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages,
-                    tools=tools,
-                    tokenize=False,
-                    add_generation_prompt=prompt,
-                    strftime_now=TODAY.strftime,
-                    **switches,
-                )
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                strftime_now=TODAY.strftime,
+                **switches,
             )
         except RecursionError as e:
-            raise BadRow(
-                "too_deep", "a tool or its call is nested too deep to be written; remove the row"
-            ) from e
+            message = "a tool or its call is nested too deep to be written; remove the row"
+            raise BadRow("too_deep", message) from e
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as e:
-            raise BadRow(
-                "template_refuses",
-                f"the chat template refuses the conversation ({e}); change the row to turns that it allows",
-            ) from e
+            rule = f"the chat template refuses the conversation ({e})"
+            raise BadRow("template_refuses", f"{rule}; change the row to turns that it allows") from e
+        return str(text)
 
     def _try_render(self, roles: list[str], prompt: bool) -> str:
         try:
@@ -188,7 +173,7 @@ class ChatTemplate:
 
 
 def _cut_at_answers(answers: list[Answer]) -> list[Piece]:
-    """Cut the last rendering before every answer, where serving ends its prompt, and end it with the last answer."""
+    """The last rendering up to the end of its answer, cut before every answer, where serving ends a prompt."""
     text = answers[-1].text[: answers[-1].end]
     pieces = [Piece(text[: answers[0].begin], 0)]
     for answer, end in zip(answers, [a.begin for a in answers[1:]] + [len(text)], strict=True):
@@ -213,7 +198,6 @@ def _check_calls(message: dict[str, Any], text: str) -> None:
     for call in message.get("tool_calls", []):
         name = call["function"]["name"]
         if name not in text:
-            raise BadRow(
-                "tool_calls_not_rendered",
-                f"the chat template does not write the call of {name}; choose a target that calls tools or remove the row",
-            )
+            rule = f"the chat template does not write the call of {name}"
+            remedy = "choose a target that calls tools or remove the row"
+            raise BadRow("tool_calls_not_rendered", f"{rule}; {remedy}")

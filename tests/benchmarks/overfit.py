@@ -14,7 +14,7 @@ from typing import Any
 
 from eagle3.config.engine import EngineConfig, EvaluateConfig, ExtractConfig
 from eagle3.config.training import ExportConfig, TrainConfig
-from eagle3.data.chat import load_chat_tokenizer, render_prompt
+from eagle3.data.chat import load_chat_tokenizer
 from eagle3.engine.engine import capture, generate
 from eagle3.engine.interface import EngineSettings
 from eagle3.evaluation.benchmark import evaluate
@@ -24,6 +24,7 @@ from eagle3.shards.tokens import TokenRow, write_token_shard
 from eagle3.targets.properties import aux_layer_ids
 from eagle3.training.launch import TrainJob, train_in_processes
 from eagle3.vocab import build_vocab, count_tokens, save_vocab
+from tests.helpers.calls import render_prompt
 
 NUM_CONVERSATIONS, K, SERVED_TOKENS = 20, 3, 48
 

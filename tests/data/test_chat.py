@@ -14,12 +14,11 @@ from eagle3.data.chat import (
     encode_rows,
     load_chat_tokenizer,
     prompt_row,
-    render_prompt,
     text_spans,
 )
 from eagle3.data.conversations import BadRow, Conversation, Message
 from eagle3.data.template import Piece
-from tests.helpers.calls import call, tool
+from tests.helpers.calls import call, render_prompt, tool
 from tests.helpers.tiny_tokenizer import CHATML, train_tokenizer
 
 CONTROL = ("<|pad|>", "<|start|>", "<|end|>")

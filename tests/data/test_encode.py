@@ -63,7 +63,7 @@ def test_a_worker_that_is_killed_is_an_error_that_says_so(
         outcomes = processes.encode(records, PROMPT)
         next(outcomes)
         os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match=r"ended from outside.*lower data\.workers"):
+        with pytest.raises(RuntimeError, match=r"killed from outside.*lower data\.workers"):
             list(outcomes)
 
 

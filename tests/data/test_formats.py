@@ -10,44 +10,9 @@ from hypothesis import strategies as st
 from eagle3.data.chat import EncodedRow, conversation_rows, encode_rows, prompt_row, text_spans
 from eagle3.data.conversations import BadRow, Conversation, Message, drop_trailing_answer
 from eagle3.data.template import TODAY, template_of
+from tests.helpers.conversations import CALL, CONVERSATIONS, SINGLE, TOOLS, assistant, user
 from tests.helpers.formats import FORMATS, Format
 
-WEATHER = {
-    "type": "function",
-    "function": {"name": "weather", "description": "Now.", "parameters": {"type": "object"}},
-}
-CALL = {
-    "id": "abcdef123",
-    "type": "function",
-    "function": {"name": "weather", "arguments": {"city": "Tromsø"}},
-}
-
-
-def user(content: str) -> Message:
-    return Message(role="user", content=content)
-
-
-def assistant(content: str = "", thoughts: str = "", call: dict[str, Any] | None = None) -> Message:
-    message = Message(role="assistant", content=content)
-    if thoughts:
-        message["reasoning_content"] = thoughts
-    if call:
-        message["tool_calls"] = [call]
-    return message
-
-
-RESULT = Message(role="tool", content="rain", tool_call_id="abcdef123", name="weather")
-SYSTEM = Message(role="system", content="Be brief.")
-SINGLE = [user("Hi"), assistant("Hello!")]
-MULTI = [*SINGLE, user("Bye"), assistant("See you!")]
-TOOLS = [user("How is Tromsø?"), assistant(call=CALL), RESULT, assistant("It rains.")]
-THINKING = [user("Hi"), assistant("Hello!", "Greet."), user("Bye"), assistant("See you!", "Part.")]
-THINKING_TOOLS = [
-    user("How?"),
-    assistant(thoughts="Look.", call=CALL),
-    RESULT,
-    assistant("It rains.", "Tell."),
-]
 # Answers of each row. One row unless the template renders earlier turns otherwise.
 STABLE = {"single": [1], "multi": [2], "system": [2], "tools": [2]}
 ROWS: dict[str, dict[str, list[int]]] = {
@@ -76,14 +41,6 @@ ROWS: dict[str, dict[str, list[int]]] = {
 }
 # What the rule does not cut: gpt-oss leaves the thoughts of a call out once a final answer follows, R1 shows no thoughts.
 NOT_CUT = [("gpt-oss", "thinking_tools"), ("deepseek-r1", "single"), ("deepseek-r1", "thinking")]
-CONVERSATIONS = {
-    "single": Conversation(SINGLE),
-    "multi": Conversation(MULTI),
-    "system": Conversation([SYSTEM, *MULTI]),
-    "tools": Conversation(TOOLS, [WEATHER]),
-    "thinking": Conversation(THINKING),
-    "thinking_tools": Conversation(THINKING_TOOLS, [WEATHER]),
-}
 ROWS["qwen3-coder"] = ROWS["qwen3"]
 CASES = [(name, case) for name, cases in ROWS.items() for case in cases]
 

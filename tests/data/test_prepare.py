@@ -8,11 +8,12 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.config.data import DataConfig, SourceConfig
-from eagle3.data.chat import conversation_rows, encode_rows, render_prompt
+from eagle3.data.chat import conversation_rows, encode_rows
 from eagle3.data.conversations import Conversation
 from eagle3.data.prepare import prepare_shards
 from eagle3.data.script import Script
 from eagle3.shards.tokens import read_token_shard, summarise_rows
+from tests.helpers.calls import render_prompt
 from tests.helpers.workplace import CHAT, Workplace, all_rows, messages_of, write_rows
 
 RECIPES = Path(__file__).parents[2] / "workflows" / "recipes"

@@ -9,8 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.config.data import SourceConfig
-from eagle3.data.chat import render_prompt
 from eagle3.data.conversations import Conversation
+from tests.helpers.calls import render_prompt
 from tests.helpers.tiny_tokenizer import train_tokenizer
 from tests.helpers.workplace import CHAT, Workplace, all_rows, messages_of
 

@@ -10,8 +10,8 @@ from eagle3.data.script import Script
 from eagle3.regenerate.answers import Answer
 from eagle3.regenerate.parsers import AnswerReader
 from eagle3.regenerate.tool_calls import BadCall
-from tests.data.test_formats import CONVERSATIONS
 from tests.helpers.calls import OSLO, TOOLS, WEATHER, assistant, call
+from tests.helpers.conversations import CONVERSATIONS
 from tests.helpers.episodes import PARSERS, end_ids, runs, start, vllm_reader, words
 from tests.helpers.formats import FORMATS
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.data.chat import conversation_rows
+from eagle3.data.chat import encode_rows, prompt_row
 from eagle3.data.conversations import Conversation, Message
 
 
@@ -38,8 +38,6 @@ def assistant(content: str = "", thoughts: str = "", calls: tuple[dict[str, Any]
     return message
 
 
-def written(tokenizer: PreTrainedTokenizerBase, message: Message, thinking: bool | None = None) -> str:
-    """The answer as the target would write it, end of turn included."""
-    conversation = Conversation([Message(role="user", content="Hi"), message], TOOLS)
-    rows = conversation_rows(tokenizer, conversation, thinking)
-    return "".join(piece.text[: piece.num_answer] for piece in rows[-1])
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+    """Token ids of the messages and the generation prompt."""
+    return encode_rows(tokenizer, [prompt_row(tokenizer, Conversation(messages))])[0].token_ids

@@ -12,7 +12,7 @@ from eagle3.data.script import script_of
 from eagle3.regenerate.answers import Answer
 from eagle3.regenerate.episode import Episode, Limits
 from eagle3.shards.tokens import TokenRow
-from tests.data.test_formats import WEATHER
+from tests.helpers.conversations import WEATHER
 from tests.helpers.episodes import end_ids, quick_reader
 from tests.helpers.formats import FORMATS
 

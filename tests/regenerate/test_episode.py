@@ -16,8 +16,8 @@ from eagle3.regenerate.answers import Answer
 from eagle3.regenerate.episode import Episode, Limits
 from eagle3.regenerate.parsers import AnswerReader
 from eagle3.shards.tokens import TokenRow
-from tests.data.test_formats import CALL, CONVERSATIONS, MULTI, TOOLS, WEATHER, assistant, user
 from tests.helpers import episodes
+from tests.helpers.conversations import CALL, CONVERSATIONS, MULTI, TOOLS, WEATHER, assistant, user
 from tests.helpers.episodes import LIMITS, end_ids, quick_reader, runs, words
 from tests.helpers.formats import FORMATS
 from tests.helpers.tiny_tokenizer import train_spaced_tokenizer

@@ -17,7 +17,7 @@ from eagle3.regenerate.answer_log import AnswerLog
 from eagle3.regenerate.answers import Answer, Request, Sampling
 from eagle3.regenerate.generator import AnswerGenerator, check_any_left, outcomes_text, warn_of_limit
 from eagle3.shards.tokens import TokenRow, read_token_shard, write_token_shard
-from tests.data.test_formats import MULTI, WEATHER, assistant, user
+from tests.helpers.conversations import MULTI, WEATHER, assistant, user
 from tests.helpers.formats import FORMATS
 
 CFG = RegenerateConfig(temperature=0.0, max_new_tokens=20)
