@@ -1,4 +1,4 @@
-"""Every fault that vLLM would load silently is an error here, and what is written reads back equal."""
+"""Every fault that vLLM would load silently is an error, and an export reads back equal."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +36,7 @@ NAMES = sorted(expected_shapes(EVERY_TENSOR))
 
 
 def write_inputs(root: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Lay draft, vocabulary and target under `root`; returns the draft's tensors."""
+    """Write draft, vocabulary and target under `root`; returns the draft's tensors."""
     tiny_target(vocab_size=config["transformer_layer_config"]["vocab_size"]).save_pretrained(root / "target")
     return write_draft(root, config, dtype)
 
@@ -163,7 +163,7 @@ def test_wrong_settings_are_named(exported: Path, tmp_path: Path, change: Any, m
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_written_reads_back_equal(tmp_path: Path, dtype: Any) -> None:
+def test_an_export_reads_back_equal(tmp_path: Path, dtype: Any) -> None:
     config = draft_config(
         layer_config(rope_parameters=LLAMA3_ROPE), eagle_aux_hidden_state_layer_ids=[0, 1, 2, 3]
     )
@@ -193,7 +193,7 @@ def test_the_exported_draft_proposes_what_the_trained_one_proposes(tmp_path: Pat
     assert torch.equal(served.propose_logits([1, 2, 3, 4, 5], aux, None, 4), want)
 
 
-def test_a_draft_vocab_as_large_as_the_targets_needs_no_map(tmp_path: Path) -> None:
+def test_a_draft_vocab_as_large_as_the_targets_has_no_map(tmp_path: Path) -> None:
     write_inputs(tmp_path, draft_config(draft_vocab_size=VOCAB))
     export(tmp_path)
     assert "d2t" not in load_file(tmp_path / "out" / "model.safetensors")
@@ -218,7 +218,7 @@ def test_an_existing_directory_is_no_name_for_the_target(
         export(tmp_path, name="models/smol")
 
 
-def test_nothing_appears_under_the_final_name_when_a_check_fails(tmp_path: Path) -> None:
+def test_a_failed_check_leaves_no_export(tmp_path: Path) -> None:
     tensors = write_inputs(tmp_path, draft_config())
     del tensors["fc.weight"]
     save_file(tensors, tmp_path / "draft" / "draft.safetensors")
@@ -227,7 +227,7 @@ def test_nothing_appears_under_the_final_name_when_a_check_fails(tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_directory_that_holds_files_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_that_holds_files_is_refused_and_not_changed(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("kept")
     with pytest.raises(ValueError, match="must be absent or empty"):
@@ -256,7 +256,7 @@ def test_a_vocab_other_than_the_trained_one_is_refused(tmp_path: Path) -> None:
         export(tmp_path)
 
 
-def test_three_aux_layers_need_no_extra_setting_and_the_number_of_guesses_is_written() -> None:
+def test_three_aux_layers_need_no_extra_setting_and_the_number_of_speculative_tokens_is_written() -> None:
     config = export_config(draft_config(), NAME, CFG)
     assert "num_aux_hidden_states" not in config["transformer_layer_config"]
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4

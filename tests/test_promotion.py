@@ -1,4 +1,4 @@
-"""Which draft is served: who may take its place, and what becomes of the pointer when things go wrong."""
+"""Which draft is served: when another replaces it, and the pointer after faults."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +32,9 @@ def test_the_first_draft_is_promoted() -> None:
         (float("nan"), 5.0, False),
     ],
 )
-def test_a_draft_may_be_worse_by_the_margin(length: float, margin: float, is_promoted: bool) -> None:
+def test_a_draft_that_is_worse_by_no_more_than_the_margin_is_promoted(
+    length: float, margin: float, is_promoted: bool
+) -> None:
     decision = decide(replace(NEW, acceptance_length=length), CURRENT, margin)
     assert decision.promote == is_promoted
     assert f"{length:.2f}" in decision.reason or length != length
@@ -50,13 +52,13 @@ def test_the_current_draft_is_not_promoted_again() -> None:
 
 
 @pytest.mark.parametrize("other", [{"heldout_digest": "others"}, {"settings": "k = 5"}])
-def test_other_prompts_or_settings_compare_nothing(other: Any) -> None:
+def test_drafts_measured_on_other_prompts_or_settings_are_not_compared(other: Any) -> None:
     with pytest.raises(ValueError, match="evaluate the current draft again"):
         decide(NEW, replace(CURRENT, **other), 9.0)
 
 
 @pytest.fixture(params=["directory", "store"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "directory":
         return str(tmp_path / "drafts of ours")
     request.getfixturevalue("s3")
@@ -83,66 +85,66 @@ def promotion_of(digest: str, number: int, previous: str = "") -> Promoted:
     )
 
 
-def test_the_pointer_names_the_last_draft_and_all_before_are_kept(place: str, tmp_path: Path) -> None:
-    assert current_promotion(place) is None
+def test_the_pointer_names_the_last_draft_and_earlier_ones_are_kept(uri: str, tmp_path: Path) -> None:
+    assert current_promotion(uri) is None
     for number, digest in enumerate(["one", "two", "one"], 1):
-        made = promote(place, write_export(tmp_path / f"{number}", digest), promotion_of(digest, number))
-        assert made == current_promotion(place)
-        assert json.loads(read_bytes(f"{place}/promoted.json") or b"")["export"] == f"{place}/drafts/{digest}"
+        made = promote(uri, write_export(tmp_path / f"{number}", digest), promotion_of(digest, number))
+        assert made == current_promotion(uri)
+        assert json.loads(read_bytes(f"{uri}/promoted.json") or b"")["export"] == f"{uri}/drafts/{digest}"
     for digest in ("one", "two"):
         for name in promotion.FILES:
-            assert read_bytes(f"{place}/drafts/{digest}/{name}") == f"{name} {digest}".encode()
+            assert read_bytes(f"{uri}/drafts/{digest}/{name}") == f"{name} {digest}".encode()
 
 
-def test_a_kept_draft_that_is_damaged_is_mended(place: str, tmp_path: Path) -> None:
+def test_a_damaged_kept_draft_is_replaced(uri: str, tmp_path: Path) -> None:
     export = write_export(tmp_path / "export", "one")
-    promote(place, export, promotion_of("one", 1))
-    write_bytes(f"{place}/drafts/one/{promotion.FILES[0]}", b"half")
-    promote(place, export, promotion_of("one", 2))
+    promote(uri, export, promotion_of("one", 1))
+    write_bytes(f"{uri}/drafts/one/{promotion.FILES[0]}", b"half")
+    promote(uri, export, promotion_of("one", 2))
     for name in promotion.FILES:
-        assert read_bytes(f"{place}/drafts/one/{name}") == f"{name} one".encode()
-    assert len(list_files(f"{place}/drafts/one", "*")) == len(promotion.FILES)
+        assert read_bytes(f"{uri}/drafts/one/{name}") == f"{name} one".encode()
+    assert len(list_files(f"{uri}/drafts/one", "*")) == len(promotion.FILES)
 
 
-def test_of_two_promotions_at_once_one_wins_and_the_other_is_told(place: str, tmp_path: Path) -> None:
+def test_of_several_promotions_at_once_one_wins_and_the_others_get_an_error(uri: str, tmp_path: Path) -> None:
     exports = {digest: write_export(tmp_path / digest, digest) for digest in "abcd"}
 
     def attempt(digest: str) -> str:
         try:
-            return promote(place, exports[digest], promotion_of(digest, 1)).digest
+            return promote(uri, exports[digest], promotion_of(digest, 1)).digest
         except FileExistsError:
             return ""
 
     with ThreadPoolExecutor(4) as pool:
         (winner,) = filter(None, pool.map(attempt, exports))
-    current = current_promotion(place)
+    current = current_promotion(uri)
     assert current is not None
     assert current.digest == winner
-    assert json.loads(read_bytes(f"{place}/promoted.json") or b"")["digest"] == winner
+    assert json.loads(read_bytes(f"{uri}/promoted.json") or b"")["digest"] == winner
 
 
-def test_a_promotion_that_was_killed_before_the_pointer_moved_counts(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_promotion_killed_before_the_pointer_is_written_counts(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    promote(place, write_export(tmp_path / "one", "one"), promotion_of("one", 1))
+    promote(uri, write_export(tmp_path / "one", "one"), promotion_of("one", 1))
     with monkeypatch.context() as patch:
         patch.setattr(promotion, "write_bytes", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            promote(place, write_export(tmp_path / "two", "two"), promotion_of("two", 2))
-    found = current_promotion(place)
+            promote(uri, write_export(tmp_path / "two", "two"), promotion_of("two", 2))
+    found = current_promotion(uri)
     assert found is not None
     assert found.digest == "two"
-    promote(place, write_export(tmp_path / "three", "three"), promotion_of("three", 3))
-    assert json.loads(read_bytes(f"{place}/promoted.json") or b"")["number"] == 3
+    promote(uri, write_export(tmp_path / "three", "three"), promotion_of("three", 3))
+    assert json.loads(read_bytes(f"{uri}/promoted.json") or b"")["number"] == 3
 
 
 @pytest.mark.parametrize("cut", ["write_bytes", "current_promotion"])
-def test_a_promotion_that_is_tried_again_counts_once(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str
+def test_a_promotion_that_is_repeated_counts_once(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str
 ) -> None:
-    """Its first attempt lost the store behind the record, or with everything done."""
+    """Its first attempt lost the store after the record, or after all was done."""
     exports = {digest: write_export(tmp_path / digest, digest) for digest in ("one", "two", "three")}
-    promote(place, exports["one"], promotion_of("one", 1))
+    promote(uri, exports["one"], promotion_of("one", 1))
 
     def lose(*_: object) -> None:
         raise ConnectionError("lost")
@@ -150,17 +152,17 @@ def test_a_promotion_that_is_tried_again_counts_once(
     with monkeypatch.context() as patch:
         patch.setattr(promotion, cut, lose)
         with pytest.raises(ConnectionError, match="lost"):
-            promote(place, exports["two"], promotion_of("two", 2, "one"))
+            promote(uri, exports["two"], promotion_of("two", 2, "one"))
     for _ in range(2):
-        again = promote(place, exports["two"], promotion_of("two", 2, "one"))
-        assert again == current_promotion(place)
-        assert len(list_files(f"{place}/promotions", "*.json")) == 2
-    promote(place, exports["three"], promotion_of("three", 3, "two"))
-    assert promote(place, exports["two"], promotion_of("two", 2, "one")) == again
-    assert json.loads(read_bytes(f"{place}/promoted.json") or b"")["digest"] == "three"
+        again = promote(uri, exports["two"], promotion_of("two", 2, "one"))
+        assert again == current_promotion(uri)
+        assert len(list_files(f"{uri}/promotions", "*.json")) == 2
+    promote(uri, exports["three"], promotion_of("three", 3, "two"))
+    assert promote(uri, exports["two"], promotion_of("two", 2, "one")) == again
+    assert json.loads(read_bytes(f"{uri}/promoted.json") or b"")["digest"] == "three"
 
 
-def test_a_store_that_takes_no_promotion_is_a_lost_connection(
+def test_a_store_that_refuses_a_promotion_is_a_lost_connection(
     s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """botocore's own errors are not OSErrors."""
@@ -176,7 +178,7 @@ def test_a_store_that_takes_no_promotion_is_a_lost_connection(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"export": "x"}', '{"number": 0}'])
-def test_a_broken_pointer_is_an_error_and_stays_as_it_is(tmp_path: Path, text: str) -> None:
+def test_a_broken_pointer_is_an_error_and_is_not_changed(tmp_path: Path, text: str) -> None:
     (tmp_path / "promoted.json").write_text(text)
     with pytest.raises(
         ValueError, match=r"promoted\.json does not name a promoted draft (?s:.*) restore it from promotions/"
@@ -192,25 +194,25 @@ def test_a_promoted_draft_that_is_gone_is_an_error(tmp_path: Path) -> None:
         current_promotion(str(tmp_path))
 
 
-def test_going_back_is_a_promotion_with_the_next_number(place: str, tmp_path: Path) -> None:
+def test_an_earlier_draft_is_promoted_again_with_the_next_number(uri: str, tmp_path: Path) -> None:
     one, two = (
-        promote(place, write_export(tmp_path / digest, digest), promotion_of(digest, number))
+        promote(uri, write_export(tmp_path / digest, digest), promotion_of(digest, number))
         for number, digest in ((1, "one"), (2, "two"))
     )
-    write_bytes(f"{place}/promotions/00003.json", one.model_dump_json().encode())
+    write_bytes(f"{uri}/promotions/00003.json", one.model_dump_json().encode())
     with pytest.raises(ValueError, match="must have its own number 3, got 1"):
-        current_promotion(place)
+        current_promotion(uri)
     write_bytes(
-        f"{place}/promotions/00003.json", one.model_copy(update={"number": 3}).model_dump_json().encode()
+        f"{uri}/promotions/00003.json", one.model_copy(update={"number": 3}).model_dump_json().encode()
     )
-    back = current_promotion(place)
+    back = current_promotion(uri)
     assert back is not None
     assert (back.digest, back.number) == ("one", 3)
     assert back.digest != two.digest
-    pointer = read_bytes(f"{place}/promoted.json")
+    pointer = read_bytes(f"{uri}/promoted.json")
     assert pointer is not None
     assert Promoted.model_validate_json(pointer) == two
-    assert restore_pointer(place) == back
-    pointer = read_bytes(f"{place}/promoted.json")
+    assert restore_pointer(uri) == back
+    pointer = read_bytes(f"{uri}/promoted.json")
     assert pointer is not None
     assert Promoted.model_validate_json(pointer) == back

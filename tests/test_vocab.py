@@ -14,7 +14,6 @@ from torch import Tensor
 from eagle3 import vocab as vocab_module
 from eagle3.shards.tokens import TokenRow
 from eagle3.vocab import (
-    Vocab,
     build_vocab,
     count_tokens,
     coverage_by_size,
@@ -82,7 +81,7 @@ def test_the_whole_target_vocabulary_is_the_identity() -> None:
     assert vocab.coverage == 1.0
 
 
-def test_counts_are_left_as_they_were() -> None:
+def test_counts_are_not_changed() -> None:
     counts = torch.tensor([4, 0, 7])
     assert build_vocab(counts, 2, always=[1]).counts.tolist() == counts.tolist() == [4, 0, 7]
 
@@ -97,7 +96,7 @@ def test_only_supervised_tokens_count() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 10])
-def test_counting_in_lots_loses_nothing(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+def test_counting_in_batches_loses_nothing(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setattr(vocab_module, "COUNTED_AT_ONCE", at_once)
     rows = [TokenRow(str(n), "s", list(range(n)), [True] * n) for n in range(6)]
     assert count_tokens(rows, 6).tolist() == [5, 4, 3, 2, 1, 0]
@@ -118,7 +117,7 @@ def test_a_token_outside_the_target_vocabulary_names_the_row(token: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("counts", "size", "always", "said"),
+    ("counts", "size", "always", "message"),
     [
         ([1, 1], 3, [], "draft vocab must not exceed the target's 2, got 3; lower vocab.size"),
         ([1, 1, 1], 1, [0, 2], "draft vocab must hold the 2 end-of-turn tokens, got 1; raise vocab.size"),
@@ -131,10 +130,10 @@ def test_a_token_outside_the_target_vocabulary_names_the_row(token: int) -> None
         ([0, 0, 0], 2, [], "needs supervised tokens, got none; check the loss masks"),
     ],
 )
-def test_an_impossible_vocabulary_says_what_to_change(
-    counts: list[int], size: int, always: list[int], said: str
+def test_an_impossible_vocabulary_names_the_setting_to_change(
+    counts: list[int], size: int, always: list[int], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         build_vocab(torch.tensor(counts), size, always)
 
 
@@ -150,7 +149,7 @@ def test_too_few_distinct_tokens_are_filled_with_the_lowest_unused_ids_and_warne
     assert not caplog.text
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+def test_a_saved_vocabulary_is_loaded_unchanged(tmp_path: Path) -> None:
     vocab = build_vocab(torch.tensor([4, 0, 7, 1, 0]), 3, always=[4])
     digest = save_vocab(tmp_path / "vocab.safetensors", vocab)
     loaded = load_vocab(tmp_path / "vocab.safetensors")
@@ -167,7 +166,7 @@ def swap(tensors: dict[str, Tensor], **changes: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda t: swap(t, d2t=t["d2t"].flip(0)), "d2t names other target tokens than the 3 marked in t2d"),
         (lambda t: swap(t, d2t=t["d2t"][:2]), "d2t names other target tokens"),
@@ -180,11 +179,11 @@ def swap(tensors: dict[str, Tensor], **changes: Tensor) -> dict[str, Tensor]:
         (lambda t: {k: v for k, v in t.items() if k != "t2d"}, "is not a readable draft vocab ('t2d')"),
     ],
 )
-def test_a_contradictory_file_is_named(tmp_path: Path, change: object, said: str) -> None:
+def test_a_contradictory_file_is_named(tmp_path: Path, change: object, message: str) -> None:
     path = tmp_path / "vocab.safetensors"
     save_vocab(path, build_vocab(torch.tensor([4, 0, 7, 1, 0]), 3, always=[4]))
     save_file(change(load_file(path)), path)  # type: ignore[operator]
-    with pytest.raises(ValueError, match=re.escape(said)) as e:
+    with pytest.raises(ValueError, match=re.escape(message)) as e:
         load_vocab(path)
     assert str(e.value).startswith(str(path))
     assert str(e.value).endswith("delete it and run again")
@@ -203,14 +202,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path, data: bytes | None) -> None
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "vocab.safetensors"
-    save_vocab(
-        path,
-        Vocab(
-            torch.zeros(2, dtype=torch.int64),
-            torch.ones(2, dtype=torch.bool),
-            torch.ones(2, dtype=torch.int64),
-        ),
-    )
+    save_vocab(path, build_vocab(torch.tensor([1, 1]), 2, always=[]))
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="is not a readable draft vocab"):
         load_vocab(path)
@@ -229,13 +221,15 @@ def test_an_identity_vocabulary_covers_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "ids", "said"),
+    ("counts", "ids", "message"),
     [
         ([1, 1], [0, 2], "ascending target ids below 2, got 0 to 2"),
         ([1, 1, 1], [1, 0], "ascending target ids below 3, got 0 to 1"),
         ([0, 0], [0, 1], "needs supervised tokens, got none"),
     ],
 )
-def test_a_vocabulary_that_cannot_be_kept_says_why(counts: list[int], ids: list[int], said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_an_initial_vocabulary_that_does_not_fit_is_refused(
+    counts: list[int], ids: list[int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         keep_vocab(torch.tensor(counts), torch.tensor(ids))
