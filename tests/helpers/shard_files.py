@@ -26,7 +26,7 @@ def token_rows(masks: list[str] = MASKS) -> list[TokenRow]:
 
 
 def states_of(row: TokenRow, num_aux: int, hidden_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """States [T, A + 1, H] that are the same whenever they are asked for."""
+    """States [T, A + 1, H], the same in every call."""
     generator = torch.Generator().manual_seed(len(row.token_ids) + row.token_ids[0])
     return torch.randn(len(row.token_ids), num_aux + 1, hidden_size, generator=generator).to(dtype)
 
@@ -49,7 +49,7 @@ def write_hidden_states(
 
     Args:
         states: of each row, [T, A + 1, H].
-        storage: encoding and compression; fp32 without compression where not given.
+        storage: encoding and compression; by default fp32 without compression.
     """
     cfg = ExtractConfig(**{"encoding": "fp32", "compression": "none", "chunk_bytes": chunk_bytes} | storage)
     writer = None

@@ -1,4 +1,4 @@
-"""Files at pre-signed URLs: a server on this machine that gives them to whoever has the signature, and nothing to others."""
+"""A server on this machine for files at pre-signed URLs: no file without its signature."""
 
 import threading
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ def signed_server(directory: Path, accepted: list[str]) -> Iterator[str]:
     """Serve a directory's files; yields the server's URL.
 
     Args:
-        accepted: the signatures that hold; may be changed while the server runs. As with a real store's they hold for GET alone.
+        accepted: valid signatures, may be changed while the server runs. As in a real store they are for GET.
     """
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Writers of small shards, and what they leave."""
+"""Writers of small shards, and their files."""
 
 import hashlib
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def missing_rows(writer: HiddenStateWriter) -> list[int]:
 
 
 def finish(writer: HiddenStateWriter, order: Callable[[list[int]], Any] | None = None) -> dict[str, Any]:
-    """Add what is missing and close."""
+    """Add the missing rows and close."""
     missing = missing_rows(writer)
     if order is not None:
         order(missing)
@@ -57,7 +57,7 @@ def finish(writer: HiddenStateWriter, order: Callable[[list[int]], Any] | None =
 
 
 def leave_unfinished(out: Path | str, num_chunks: int = 2, **more: Any) -> None:
-    """What an attempt leaves that ended after some chunks."""
+    """Write some chunks and stop."""
     writer = open_writer(out, **more)
     for row in range(2 * num_chunks):
         writer.add(row, states_of(writer.rows[row], NUM_AUX, HIDDEN))

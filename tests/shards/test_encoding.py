@@ -1,4 +1,4 @@
-"""Encodings against slow references: exact where they claim it, fp8 to the nearest value, compression to the byte."""
+"""Encodings against slow references: fp8 to the nearest value, the others and the compression exactly."""
 
 import math
 from typing import Any
@@ -13,7 +13,8 @@ from eagle3.shards.encoding import STORED_DTYPE, compress, decode, decompress, e
 from eagle3.shards.hidden_states import hidden_state_bytes
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-# All non-negative e4m3 values by code: four exponent bits (bias 7), three mantissa bits; code 127 is not a number.
+# All non-negative e4m3 values by code: four exponent bits (bias 7), three mantissa bits; code 127 is not a
+# number.
 E4M3 = [(m / 8 if e == 0 else 1 + m / 8) * 2.0 ** max(e - 7, -6) for e in range(16) for m in range(8)][:-1]
 
 
@@ -40,7 +41,7 @@ def slow_fp8(state: list[float]) -> tuple[list[float], float]:
 
 
 def byte_shuffle(data: bytes, width: int) -> bytes:
-    return b"".join(data[place::width] for place in range(width))
+    return b"".join(data[byte::width] for byte in range(width))
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
@@ -49,7 +50,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("encoding", ["bf16", "fp16", "fp32"])
-def test_plain_encodings_round_to_their_dtype_and_nothing_more(encoding: str, dtype: torch.dtype) -> None:
+def test_plain_encodings_only_round_to_their_dtype(encoding: str, dtype: torch.dtype) -> None:
     states = randn(7, 3, 5).to(dtype)
     stored, scales = encode(states, encoding)
     assert scales is None
@@ -60,7 +61,7 @@ def test_plain_encodings_round_to_their_dtype_and_nothing_more(encoding: str, dt
 @pytest.mark.parametrize(
     ("encoding", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
 )
-def test_an_engine_of_the_same_dtype_loses_nothing(encoding: str, dtype: torch.dtype) -> None:
+def test_states_of_the_same_dtype_are_exact(encoding: str, dtype: torch.dtype) -> None:
     states = randn(7, 3, 5).to(dtype)
     states[0, 0, :2] = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal]).to(dtype)
     assert torch.equal(decode(*encode(states, encoding)), states)
@@ -69,7 +70,7 @@ def test_an_engine_of_the_same_dtype_loses_nothing(encoding: str, dtype: torch.d
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_fp8_stores_the_nearest_values_under_the_smallest_scale(dtype: torch.dtype) -> None:
     states = (randn(6, 3, 33) * torch.logspace(-4, 3, 18).reshape(6, 3, 1)).to(dtype)
-    # Largest values beside and at 448 × 2^k, where the scale changes; ties between two codes (17 lies between 16 and 18).
+    # Largest values next to and at 448 × 2^k, where the scale changes; ties of two codes (17 of 16 and 18).
     states[0, 0, 0], states[0, 1, 0], states[0, 2, :2] = 448, 3.5, torch.tensor([448, 17])
     states[1, 0, 0], states[1, 1, 0], states[1, 2, :2] = 449, 447, torch.tensor([448, 19])
     stored, scales = encode(states, "fp8")
@@ -85,7 +86,7 @@ def test_fp8_stores_the_nearest_values_under_the_smallest_scale(dtype: torch.dty
             assert back[row, layer].tolist() == [value * scale for value in expected]
 
 
-def test_fp8_keeps_small_values_beside_an_outlier() -> None:
+def test_fp8_keeps_small_values_next_to_an_outlier() -> None:
     state = torch.cat([torch.tensor([2.5e4]), 2 * randn(99) + 3, torch.tensor([1e-3, 0.0])])
     back = decode(*encode(state[None], "fp8"))[0].float()
     ordinary = state.abs() > 2.5e4 * 2**-13
@@ -98,7 +99,7 @@ def test_fp8_keeps_small_values_beside_an_outlier() -> None:
 
 
 @pytest.mark.parametrize("largest", [224.5, 300.0, 448.0])
-def test_fp8_loses_small_values_no_sooner_than_it_says(largest: float) -> None:
+def test_fp8_keeps_small_values_down_to_its_documented_limit(largest: float) -> None:
     kept, gone = 1.25 * largest * 2**-13, 0.99 * largest * 2**-19
     back = decode(*encode(torch.tensor([[largest, kept, gone]]), "fp8"))[0].float()
     assert abs(back[1].item() - kept) <= 2**-4 * kept
@@ -161,7 +162,7 @@ def test_size_counts_values_and_scale(encoding: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_frames_of_any_shape_come_back_to_the_bit(data: Any) -> None:
+def test_frames_of_any_shape_are_decompressed_bit_for_bit(data: Any) -> None:
     shape = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple))
     encoding = data.draw(st.sampled_from(sorted(STORED_DTYPE)))
     bits = randn(math.prod(shape) * STORED_DTYPE[encoding].itemsize, seed=len(shape)).mul(50).to(torch.uint8)
@@ -173,14 +174,14 @@ def test_frames_of_any_shape_come_back_to_the_bit(data: Any) -> None:
     assert shuffled == byte_shuffle(raw_bytes(stored), stored.element_size())
 
 
-def test_a_view_is_compressed_as_its_copy_is() -> None:
+def test_a_view_and_its_copy_compress_to_the_same_bytes() -> None:
     states = randn(6, 4, 5)
     assert compress(states[1:5, :-1].transpose(0, 1)) == compress(
         states[1:5, :-1].transpose(0, 1).contiguous()
     )
 
 
-def test_no_rows_are_no_trouble() -> None:
+def test_a_frame_without_elements_is_valid() -> None:
     for encoding in STORED_DTYPE:
         stored, scales = encode(torch.empty(0, 5), encoding)
         back = decompress(as_frame(compress(stored)), (0, 5), stored.dtype)
@@ -205,7 +206,7 @@ def test_a_frame_of_another_shape_is_refused(shape: tuple[int, int]) -> None:
         decompress(as_frame(compress(randn(4, 5))), shape, torch.float32)
 
 
-def test_compression_pays_on_states() -> None:
+def test_compression_makes_states_smaller() -> None:
     states = randn(512, 4, 64) * torch.logspace(-1, 1, 64)
     for encoding, share in (("bf16", 0.85), ("fp32", 0.95), ("fp8", 0.97)):
         stored, _ = encode(states, encoding)

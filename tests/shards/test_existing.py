@@ -1,4 +1,4 @@
-"""Shards found by path and by URL, read without their states, refused where they do not fit."""
+"""Existing shards by path and URL: read without their states, refused if they do not fit."""
 
 import json
 from pathlib import Path
@@ -23,32 +23,30 @@ HELDOUT = [TokenRow("z:1", "heldout", [1], [False])]
 
 
 def write_states(out: str, rows: list[TokenRow] = ROWS, **info: Any) -> None:
-    """A shard of two chunks and more."""
+    """A shard of several chunks."""
     writer = HiddenStateWriter(out, rows, 2, 4, ExtractConfig(encoding="fp32", chunk_bytes=64), INFO | info)
     for i, row in enumerate(rows):
         writer.add(i, torch.ones(len(row.token_ids), 3, 4))
     writer.close()
 
 
-def find_states(*places: str, layer_ids: tuple[int, ...] = (1, 2), vocab_size: int = 10) -> Any:
-    return find_hidden_states(places, TARGET, list(layer_ids), vocab_size, HELDOUT)
+def find_states(*uris: str, layer_ids: tuple[int, ...] = (1, 2), vocab_size: int = 10) -> Any:
+    return find_hidden_states(uris, TARGET, list(layer_ids), vocab_size, HELDOUT)
 
 
-def find_tokens(*places: str, vocab_size: int = 10) -> Any:
-    return find_token_shards(places, TARGET, vocab_size, HELDOUT)
+def find_tokens(*uris: str, vocab_size: int = 10) -> Any:
+    return find_token_shards(uris, TARGET, vocab_size, HELDOUT)
 
 
-def test_states_give_their_rows_back_wherever_they_lie(tmp_path: Path, s3: Any) -> None:
-    for place in (str(tmp_path / "shard"), "s3://states/shard"):
-        write_states(place)
-        (found,) = find_states(place)
+def test_the_rows_of_states_are_read_from_a_directory_and_from_a_url(tmp_path: Path, s3: Any) -> None:
+    for uri in (str(tmp_path / "shard"), "s3://states/shard"):
+        write_states(uri)
+        (found,) = find_states(uri)
         assert found.rows == ROWS
         assert len(found.manifest["chunks"]) > 1
 
 
-def test_a_directory_stands_for_the_shards_in_it_and_a_listing_for_its_own_in_order(
-    tmp_path: Path, s3: Any
-) -> None:
+def test_a_directory_is_its_shards_by_name_and_a_listing_its_shards_in_order(tmp_path: Path, s3: Any) -> None:
     for root in (str(tmp_path / "all"), "s3://states/all"):
         write_states(f"{root}/b", ROWS[:1])
         write_states(f"{root}/a", ROWS[1:])
@@ -58,7 +56,7 @@ def test_a_directory_stands_for_the_shards_in_it_and_a_listing_for_its_own_in_or
     assert [s.uri for s in find_states("s3://states/list.json")] == ["s3://states/all/b", "s3://states/all/a"]
 
 
-def test_token_shards_give_their_rows_counts_and_what_waits(tmp_path: Path, s3: Any) -> None:
+def test_token_shards_are_counted_and_known_to_wait_for_answers(tmp_path: Path, s3: Any) -> None:
     tools = json.dumps({"tools": [{"name": "f"}]})
     made = {
         "answered": [TokenRow("a:1", "x", [1, 2], [False, True])],
@@ -69,11 +67,11 @@ def test_token_shards_give_their_rows_counts_and_what_waits(tmp_path: Path, s3: 
         write_token_shard(tmp_path / f"{name}.parquet", rows)
     write_token_shard(tmp_path / "heldout.parquet", HELDOUT)
     s3.put(f"{tmp_path}/", "states/tokens", recursive=True)
-    for place in (str(tmp_path), "s3://states/tokens"):
-        found = find_tokens(place)
+    for uri in (str(tmp_path), "s3://states/tokens"):
+        found = find_tokens(uri)
         assert [(s.waits, s.is_tool_tasks) for s in found] == [(False, False), (True, False), (True, True)]
         assert [s.summary.rows for s in found] == [1, 2, 1]
-        assert [s.uri for s in found] == [f"{place}/{name}.parquet" for name in made]
+        assert [s.uri for s in found] == [f"{uri}/{name}.parquet" for name in made]
 
 
 @pytest.mark.parametrize(
@@ -141,9 +139,7 @@ def test_a_listing_that_does_not_fit_is_refused(tmp_path: Path, text: str, compl
         find_tokens(str(tmp_path / "list.json"))
 
 
-@pytest.mark.parametrize(
-    "place", ["/nowhere", "/nowhere/x.parquet", "/nowhere/x.json", "s3://states/nowhere"]
-)
-def test_a_place_where_nothing_is_is_named(s3: Any, place: str) -> None:
-    with pytest.raises(ValueError, match=place):
-        find_tokens(place)
+@pytest.mark.parametrize("uri", ["/nowhere", "/nowhere/x.parquet", "/nowhere/x.json", "s3://states/nowhere"])
+def test_a_missing_shard_is_named(s3: Any, uri: str) -> None:
+    with pytest.raises(ValueError, match=uri):
+        find_tokens(uri)

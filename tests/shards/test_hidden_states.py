@@ -1,4 +1,4 @@
-"""The hidden-state format: what is written is what is read, to the byte of its description, and damage is named."""
+"""The format of hidden states: rows are read as written, files are as described, and damage is named."""
 
 import hashlib
 import itertools
@@ -39,7 +39,7 @@ def write(shard_dir: Path, rows: list[TokenRow], chunk_bytes: int = 400, **stora
 
 
 def assert_same(row: TokenRow, back: HiddenStateRow, encoding: str) -> None:
-    """The row read is the row written, its states rounded as the encoding says."""
+    """The row is as written, with its states rounded to the encoding."""
     positions = last_state_positions(torch.tensor(row.loss_mask))
     states = decode(*encode(states_of(row, NUM_AUX, HIDDEN), encoding))
     assert (back.sample_id, back.token_ids.tolist(), back.loss_mask.tolist()) == (
@@ -105,7 +105,7 @@ def test_rows_can_be_read_in_any_order(
     st.integers(1, 1500),
     st.randoms(use_true_random=False),
 )
-def test_any_rows_cut_anyhow_are_read_in_any_order(
+def test_any_rows_in_any_chunks_are_read_in_any_order(
     tmp_path_factory: pytest.TempPathFactory,
     masks: list[str],
     storage: tuple[str, str],
@@ -133,7 +133,9 @@ def test_a_huge_row_between_small_ones_has_a_frame_and_ends_its_chunk(tmp_path: 
         assert_same(row, back, "bf16")
 
 
-def test_neighbours_in_a_frame_are_decompressed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_frame_read_in_order_are_decompressed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, token_rows(), 1 << 20, compression="zstd")
     calls = []
     decompress = hidden_states.decompress
@@ -155,10 +157,10 @@ def e4m3(data: bytes) -> list[float]:
 
 
 @pytest.mark.parametrize(("encoding", "compression"), STORAGE)
-def test_a_chunk_is_what_its_description_says(
+def test_a_chunk_has_the_described_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, compression: str
 ) -> None:
-    """Reads a chunk as somebody would who has only the docstring of hidden_states.py, safetensors' and zstd's descriptions."""
+    """Read a chunk by the docstring of hidden_states.py and the descriptions of safetensors and zstd alone."""
     monkeypatch.setattr(chunks, "FRAME_BYTES", 300)
     rows = token_rows()
     manifest = write(tmp_path, rows, 1 << 20, encoding=encoding, compression=compression)
@@ -209,7 +211,7 @@ def test_a_chunk_is_what_its_description_says(
                     else b""
                 )
                 out += bytes(
-                    planes[place * count + element] for element in range(count) for place in range(width)
+                    planes[byte * count + element] for element in range(count) for byte in range(width)
                 )
             blobs[kind] = out
     else:
@@ -229,7 +231,7 @@ def test_a_chunk_is_what_its_description_says(
     assert values["last"] == expected[last, -1].flatten().tolist()
 
 
-def test_manifest_counts_what_the_chunks_hold(tmp_path: Path) -> None:
+def test_the_manifest_counts_the_content_of_the_chunks(tmp_path: Path) -> None:
     rows = token_rows()
     manifest = write(tmp_path, rows, encoding="fp8", compression="zstd")
     assert len(manifest["chunks"]) > 1
@@ -251,7 +253,7 @@ def test_manifest_counts_what_the_chunks_hold(tmp_path: Path) -> None:
     )
 
 
-def test_an_unfinished_shard_is_no_shard(tmp_path: Path) -> None:
+def test_an_unfinished_shard_is_refused(tmp_path: Path) -> None:
     write(tmp_path, token_rows())
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(
@@ -302,7 +304,7 @@ def test_an_older_and_a_newer_format_version_are_named(tmp_path: Path, version: 
         ({"lengths": [1, 1, 8]}, "its chunks hold 6 rows and 19 tokens, its counts are 6 and 18"),
     ],
 )
-def test_a_manifest_that_describes_no_chunk_is_named(
+def test_a_manifest_with_a_wrong_entry_is_named(
     tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
     manifest = write(tmp_path, token_rows())
@@ -314,7 +316,7 @@ def test_a_manifest_that_describes_no_chunk_is_named(
         read_manifest(tmp_path)
 
 
-def test_a_chunk_is_sought_only_in_its_shard(tmp_path: Path) -> None:
+def test_a_chunk_is_read_only_from_its_shard(tmp_path: Path) -> None:
     manifest = write(tmp_path / "shard", token_rows())
     manifest["chunks"][0]["file"] = f"../../{manifest['chunks'][0]['file']}"
     (tmp_path / "shard" / "manifest.json").write_text(json.dumps(manifest))
@@ -340,26 +342,27 @@ def test_a_truncated_chunk_is_named(tmp_path: Path, keep: int) -> None:
         read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("place", [0, 100, -1])
+@pytest.mark.parametrize("offset", [0, 100, -1])
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_a_corrupt_byte_is_named_when_its_chunk_is_first_read(
-    tmp_path: Path, place: int, compression: str
+    tmp_path: Path, offset: int, compression: str
 ) -> None:
     manifest = write(tmp_path, token_rows(), compression=compression)
     path = tmp_path / manifest["chunks"][1]["file"]
     data = bytearray(path.read_bytes())
-    data[place] ^= 1
+    data[offset] ^= 1
     path.write_bytes(data)
     rows = read_hidden_states(tmp_path)
     for sample_id in manifest["chunks"][0]["sample_ids"]:
         assert next(rows).sample_id == sample_id
     sha256, found = manifest["chunks"][1]["sha256"], hashlib.sha256(data).hexdigest()
-    message = f"{path}: sha256 {sha256} expected, {found} found; the shard {tmp_path} is damaged: delete it and run again"
+    remedy = f"the shard {tmp_path} is damaged: delete it and run again"
+    message = f"{path}: sha256 {sha256} expected, {found} found; {remedy}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         next(rows)
 
 
-def test_a_copy_is_named_by_what_it_is_a_copy_of(tmp_path: Path) -> None:
+def test_a_damaged_copy_is_named_by_its_original(tmp_path: Path) -> None:
     entry = write(tmp_path, token_rows())["chunks"][0]
     path = tmp_path / "copy"
     path.write_bytes((tmp_path / entry["file"]).read_bytes()[:-1] + b"\xff")

@@ -1,4 +1,4 @@
-"""Token shards: what is written is what is read, digests know content only, and damage is named."""
+"""Token shards: rows are read as written, digests depend on content alone, and damage is named."""
 
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,13 @@ def test_every_part_of_a_row_and_the_order_of_rows_change_the_digest() -> None:
     assert len({summarise_rows(rows).digest for rows in [base, *changed]}) == len(changed) + 1
 
 
-def test_digests_do_not_run_parts_together() -> None:
+def test_digests_keep_parts_apart() -> None:
     assert digest_of("ab", "c") != digest_of("a", "bc") != digest_of("abc")
     assert digest_of("a") == digest_of(b"a")
     assert row_digest(TokenRow("ab", "c", [], [])) != row_digest(TokenRow("a", "bc", [], []))
 
 
-def test_ids_and_flags_that_do_not_pair_up_name_the_row() -> None:
+def test_ids_and_flags_of_different_lengths_name_the_row() -> None:
     with pytest.raises(ValueError, match="row a: 2 token ids but 1 mask flags; they must pair up"):
         TokenRow("a", "s", [1, 2], [True])
 

@@ -1,4 +1,4 @@
-"""Small frames; the shards that interrupted ones have to become; a store in memory."""
+"""Small frames, the uninterrupted shard, a store in memory."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from eagle3 import files as remote
+from eagle3 import files
 from eagle3.shards import chunks
 from tests.helpers.writers import NUM_CHUNKS, files_of, finish, open_writer
 
@@ -18,8 +18,8 @@ def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that fails is tried again at once."""
-    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.0)
+    """Retries without pauses."""
+    monkeypatch.setattr(files, "FIRST_PAUSE_S", 0.0)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Who adds rows waits for slow encoding and slow stores, and learns that they failed."""
+"""`add` waits for slow encoding and slow stores, and raises their errors."""
 
 import threading
 import time
@@ -14,10 +14,12 @@ from tests.helpers.writers import CFG, HIDDEN, NUM_AUX, open_writer
 
 
 class Gate:
-    """Holds everyone who passes through a method of the writer until it is opened; `passed` counts them afterwards."""
+    """Makes callers of a function wait until it is opened; `passed` counts the calls after that."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-        self.opened, self.passed, original = threading.Event(), 0, getattr(owner, name)
+        self.opened = threading.Event()
+        self.passed = 0
+        original = getattr(owner, name)
 
         def held(*args: Any) -> Any:
             assert self.opened.wait(30)
@@ -53,7 +55,7 @@ class Adder(threading.Thread):
         return before
 
 
-def test_a_slow_store_holds_up_who_adds_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_store_makes_add_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = token_rows(["0111011", "11111"] * 10)
     gate = Gate(monkeypatch, hidden_state_writer, "move_file")
     writer = open_writer(tmp_path, rows)
@@ -67,7 +69,9 @@ def test_a_slow_store_holds_up_who_adds_rows(tmp_path: Path, monkeypatch: pytest
     assert len(writer.close()["chunks"]) == gate.passed == 10
 
 
-def test_who_waits_for_a_store_learns_that_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_add_that_waits_raises_the_error_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: Any) -> None:
         raise OSError("gone")
 
@@ -81,7 +85,7 @@ def test_who_waits_for_a_store_learns_that_it_failed(tmp_path: Path, monkeypatch
     adder.writer.stop()
 
 
-def test_slow_encoding_holds_up_who_adds_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_encoding_makes_add_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hidden_state_writer, "ENCODE_THREADS", 2)
     gate = Gate(monkeypatch, hidden_state_writer, "encode")
     writer = open_writer(

@@ -1,4 +1,4 @@
-"""Bad states and failed checks name their row, hold up nobody and leave no chunk."""
+"""Bad states and failed checks name their row, block no caller and leave no chunk."""
 
 import re
 import threading
@@ -27,7 +27,7 @@ from tests.helpers.writers import (
 def finish_within(
     seconds: float, writer: HiddenStateWriter, states: Callable[[TokenRow], torch.Tensor]
 ) -> Exception:
-    """What stops it: raised by add or by close, in time."""
+    """The error of add or close, which must come in time."""
     stopped: list[Exception] = []
 
     def run() -> None:
@@ -50,10 +50,10 @@ def finish_within(
 @pytest.mark.parametrize("bad_row", [0, 3, 7])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 @pytest.mark.parametrize("encoding", ["bf16", "fp8"])
-def test_a_bad_state_names_its_row_and_holds_up_nobody(
+def test_a_bad_state_names_its_row_and_blocks_no_caller(
     tmp_path: Path, bad_row: int, value: float, encoding: str
 ) -> None:
-    # Each chunk more often than may wait, so that who adds rows would wait for ever for a chunk that never comes.
+    # More chunks than may wait: `add` must not wait forever for a chunk that never comes.
     rows = [TokenRow(f"row-{i}", row.source, row.token_ids, row.loss_mask) for i, row in enumerate(ROWS * 3)]
     cfg = CFG.model_copy(update={"encoding": encoding})
 
@@ -84,12 +84,12 @@ def test_a_state_beyond_its_encoding_names_row_and_remedy(tmp_path: Path) -> Non
         lambda row: torch.full((len(row.token_ids), NUM_AUX + 1, HIDDEN), 1e5),
     )
     assert (
-        "has a zero or non-finite hidden state in fp16; if the row is sound, set extract.encoding to bf16 or fp32"
-        in str(error)
+        "has a zero or non-finite hidden state in fp16; if the row is sound, set extract.encoding to bf16 "
+        "or fp32" in str(error)
     )
 
 
-def test_a_last_state_that_no_loss_needs_is_not_looked_at(tmp_path: Path) -> None:
+def test_a_last_state_that_no_loss_needs_is_not_checked(tmp_path: Path) -> None:
     def states(row: TokenRow) -> torch.Tensor:
         states = states_of(row, NUM_AUX, HIDDEN)
         states[0, -1] = float("nan")
@@ -111,7 +111,7 @@ def test_lost_states_name_the_row(tmp_path: Path) -> None:
     writer.stop()
 
 
-def test_checks_are_asked_for_every_chunk_and_summed_over_all_attempts(tmp_path: Path) -> None:
+def test_every_chunk_is_checked_once_and_counts_are_summed_over_all_attempts(tmp_path: Path) -> None:
     def check(rows: list[int]) -> dict[str, int]:
         asked.append(rows)
         return {"rows_sound": len(rows), "sum": sum(rows)}

@@ -1,4 +1,4 @@
-"""How rows are cut into frames and chunks, and that equal content makes equal files and digests."""
+"""Rows are cut into frames and chunks; equal content makes equal files and digests."""
 
 import itertools
 import random
@@ -42,7 +42,7 @@ def test_size_is_known_before_compression(tmp_path: Path, encoding: str) -> None
     assert bound < manifest["bytes"] < bound + 1024
 
 
-def test_equal_content_makes_equal_files_whatever_the_threads_and_the_order(
+def test_equal_content_makes_equal_files_with_any_threads_and_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: tuple[dict[str, Any], dict[str, str]]
 ) -> None:
     for threads, order in ((1, None), (4, random.Random(0).shuffle), (4, list.reverse)):

@@ -1,4 +1,4 @@
-"""A writer that is killed anywhere is gone on from to the same files; what is torn or of other rows is not."""
+"""A killed writer is resumed to the same files, without torn chunks and chunks of other rows."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from tests.helpers.writers import (
 
 
 def fork_and_kill(out: str, function: str, call: int) -> None:
-    """Write the shard in a process of its own, killed (signal 9) when it calls a function of the writer for that time."""
+    """Write the shard in a child process, killed (signal 9) at the given call of a function of the writer."""
     ready, child_ready = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -69,14 +69,14 @@ KILLED = [
     ("save_file", 3, 2),
     ("file_sha256", 3, 2),
     ("move_file", 3, 2),
-    ("write_bytes", 3, 2),  # the third chunk lies there, without its entry
+    ("write_bytes", 3, 2),  # the third chunk is written, its entry is not
     ("write_bytes", NUM_CHUNKS + 1, NUM_CHUNKS),  # the manifest
-    ("remove_file", 2, NUM_CHUNKS - 1),  # behind the manifest
+    ("remove_file", 2, NUM_CHUNKS - 1),  # after the manifest
 ]
 
 
 @pytest.mark.parametrize(("function", "call", "num_finished"), KILLED)
-def test_a_killed_writer_is_gone_on_from_to_the_same_shard(
+def test_a_killed_writer_is_resumed_to_the_same_shard(
     tmp_path: Path,
     uninterrupted: tuple[dict[str, Any], dict[str, str]],
     function: str,
@@ -102,7 +102,7 @@ def test_a_killed_writer_is_gone_on_from_to_the_same_shard(
 
 
 @pytest.mark.parametrize(("function", "call", "num_finished"), [KILLED[0], KILLED[3]])
-def test_a_killed_writer_to_s3_is_gone_on_from_to_the_same_shard(
+def test_a_killed_writer_to_s3_is_resumed_to_the_same_shard(
     s3: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -137,7 +137,7 @@ def test_a_killed_writer_to_s3_is_gone_on_from_to_the_same_shard(
         {"cfg": CFG.model_copy(update={"encoding": "fp16"})},
     ],
 )
-def test_chunks_of_other_rows_or_settings_are_not_gone_on_from_and_go(
+def test_chunks_of_other_rows_or_settings_are_not_used_and_are_removed(
     tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     leave_unfinished(tmp_path / "a")
@@ -152,7 +152,7 @@ def test_other_rows_or_settings_start_without_entries(tmp_path: Path) -> None:
     assert not open_writer(tmp_path, cfg=CFG.model_copy(update={"chunk_bytes": 1})).entries
 
 
-def test_chunks_compressed_otherwise_are_gone_on_from(tmp_path: Path) -> None:
+def test_chunks_with_another_compression_are_used(tmp_path: Path) -> None:
     leave_unfinished(tmp_path)
     writer = open_writer(tmp_path, cfg=CFG.model_copy(update={"compression": "none"}))
     assert sorted(writer.entries) == [0, 1]
@@ -178,7 +178,7 @@ def test_a_torn_chunk_is_written_again(
     assert (finish(writer), files_of(tmp_path)) == uninterrupted
 
 
-def test_chunk_files_without_an_entry_go_with_the_last_attempt(
+def test_chunk_files_without_an_entry_are_removed_at_the_end(
     tmp_path: Path, uninterrupted: tuple[dict[str, Any], dict[str, str]]
 ) -> None:
     leave_unfinished(tmp_path)
@@ -223,7 +223,7 @@ def as_json(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
         as_json(lambda s: s["entry"]["sample_ids"].reverse()),
     ],
 )
-def test_an_entry_that_is_damaged_counts_as_none(
+def test_a_damaged_entry_is_not_used(
     tmp_path: Path, change: Callable[[str], str], uninterrupted: tuple[dict[str, Any], dict[str, str]]
 ) -> None:
     out = tmp_path / "a" / "b"

@@ -1,4 +1,4 @@
-"""Shards at a URL: failing stores, lost bytes, two machines, and what lies on the local disk meanwhile."""
+"""Shards at a URL: failing stores, lost bytes, two machines, and use of the local disk."""
 
 import json
 import time
@@ -11,7 +11,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from eagle3 import files as remote
+from eagle3 import files
 from eagle3.shards import chunks
 from eagle3.shards.chunks import finished_manifest
 from eagle3.shards.hidden_states import read_hidden_states
@@ -42,7 +42,7 @@ def test_two_machines_that_write_to_one_url_leave_a_sound_shard(
         assert any(torch.equal(back.aux, states[:, :-1]) for states in written[row])
 
 
-def test_a_finished_shard_is_known_by_its_files(tmp_path: Path, memory_url: str) -> None:
+def test_a_shard_is_finished_if_all_its_files_are(tmp_path: Path, memory_url: str) -> None:
     for out in (str(tmp_path / "shard"), memory_url):
         assert finished_manifest(out) is None
         leave_unfinished(out)
@@ -63,7 +63,7 @@ def test_a_finished_shard_is_known_by_its_files(tmp_path: Path, memory_url: str)
 
 
 class FailingStore:
-    """fsspec's memory store; `failures` says how often each of its methods fails from now on."""
+    """fsspec's memory store; `failures`: how often each of its methods fails from now on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.failures: dict[str, int] = {}
@@ -76,13 +76,13 @@ class FailingStore:
         def called(*args: Any, **more: Any) -> Any:
             if self.failures.get(name, 0) > 0:
                 self.failures[name] -= 1
-                raise RuntimeError("no connection")  # botocore's are no OSErrors either
+                raise RuntimeError("no connection")  # like botocore's, no OSError
             return method(*args, **more)
 
         return called
 
 
-def test_a_store_that_fails_now_and_then_does_not_matter(
+def test_a_store_that_fails_sometimes_changes_nothing(
     memory_url: str,
     monkeypatch: pytest.MonkeyPatch,
     no_pause: None,
@@ -90,15 +90,14 @@ def test_a_store_that_fails_now_and_then_does_not_matter(
 ) -> None:
     leave_unfinished(memory_url)
     store = FailingStore(monkeypatch)
-    store.failures = dict.fromkeys(("put_file", "pipe_file", "cat_file", "info", "rm_file"), remote.TRIES - 1)
+    store.failures = dict.fromkeys(("put_file", "pipe_file", "cat_file", "info", "rm_file"), files.TRIES - 1)
     assert finish(open_writer(memory_url)) == uninterrupted[0]
     assert not any(store.failures.values())
     assert files_of(memory_url) == uninterrupted[1]
 
 
 @pytest.mark.parametrize(
-    ("method", "place"),
-    [("put_file", r"chunk-00002-\w{8}\.safetensors"), ("pipe_file", r"chunk-00002\.json")],
+    ("method", "name"), [("put_file", r"chunk-00002-\w{8}\.safetensors"), ("pipe_file", r"chunk-00002\.json")]
 )
 def test_a_store_that_keeps_failing_is_named_and_may_be_tried_again(
     memory_url: str,
@@ -106,13 +105,14 @@ def test_a_store_that_keeps_failing_is_named_and_may_be_tried_again(
     no_pause: None,
     uninterrupted: tuple[dict[str, Any], dict[str, str]],
     method: str,
-    place: str,
+    name: str,
 ) -> None:
     leave_unfinished(memory_url)
     store = FailingStore(monkeypatch)
     writer = open_writer(memory_url)
     store.failures = {method: 1000}
-    message = rf"chunk 2 of 4 could not be written \({memory_url}/{place} could not be reached in 5 tries .*; the 2 that are finished"
+    cause = f"{memory_url}/{name} could not be reached in 5 tries .*"
+    message = rf"chunk 2 of 4 could not be written \({cause}; the 2 that are finished"
     with pytest.raises(OSError, match=message):
         finish(writer)
     store.failures = {}
@@ -121,7 +121,7 @@ def test_a_store_that_keeps_failing_is_named_and_may_be_tried_again(
     assert (finish(writer), files_of(memory_url)) == uninterrupted
 
 
-def test_a_store_that_cannot_be_read_at_the_start_is_named_and_lets_the_next_one_in(
+def test_a_store_that_cannot_be_read_at_the_start_is_named_and_the_lock_is_released(
     memory_url: str, monkeypatch: pytest.MonkeyPatch, no_pause: None
 ) -> None:
     store = FailingStore(monkeypatch)
@@ -146,7 +146,7 @@ def test_an_upload_that_lost_bytes_is_named(memory_url: str, monkeypatch: pytest
         finish(open_writer(memory_url))
 
 
-def test_at_most_one_chunk_lies_on_the_local_disk_on_its_way_to_a_store(
+def test_at_most_one_chunk_is_on_the_local_disk_before_its_upload(
     memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunks, "gettempdir", lambda: str(tmp_path))
