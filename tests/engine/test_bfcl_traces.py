@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 from flytekit.core.local_cache import LocalTaskCache
 
-from eagle3.config.data import DataConfig, SourceConfig, VocabConfig
-from eagle3.config.engine import EngineConfig, ExtractConfig, FanOutConfig, RegenerateConfig, TargetConfig
+from eagle3.config.data import DataConfig, SourceConfig
+from eagle3.config.engine import EngineConfig, FanOutConfig, RegenerateConfig, TargetConfig
 from eagle3.config.resources import ResourcesConfig
 from eagle3.data.chat import load_chat_tokenizer
 from eagle3.data.script import Script
 from eagle3.data.sources import without_paths
-from eagle3.engine import engine as target_engine
 from eagle3.engine.engine import stop
+from eagle3.errors import EngineDied
 from eagle3.regenerate.generator import outcomes_text
 from eagle3.shards.tokens import TokenRow, read_token_shard
 from eagle3.targets.resolve import identify_target
+from tests.helpers.engine_jobs import engine_pid
 from workflows.flyte.interfaces import PreparedData, Target, TargetRef, TokenShards
 from workflows.tasks.fetch_target import fetch_target
 from workflows.tasks.prepare_data import prepare_data
@@ -100,10 +101,6 @@ def collect(data: PreparedData, target: Target) -> TokenShards:
         target=target,
         engine=ENGINE,
         regenerate=GREEDY,
-        vocab=VocabConfig(size=100),
-        init_from="",
-        init_digest="",
-        extract=ExtractConfig(),
         fanout=FanOutConfig(),
         resources=ResourcesConfig(),
     )
@@ -124,9 +121,7 @@ def kill_the_engine_after(num_answers: int, store: Path) -> None:
     def wait() -> None:
         while len(answers_in(store)) < num_answers:
             time.sleep(0.01)
-        assert target_engine._worker is not None
-        worker = target_engine._worker.process.pid
-        os.kill(int(Path(f"/proc/{worker}/task/{worker}/children").read_text().split()[0]), signal.SIGKILL)
+        os.kill(engine_pid(), signal.SIGKILL)
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -139,7 +134,7 @@ def test_bfcl_tasks_are_answered_and_a_killed_run_resumes_to_the_same_rows(
     assert [shard.rows for shard in data.tool_tasks] == [2] * len(CATEGORIES)
     env.setenv("EAGLE3_STORE", str(tmp_path / "killed"))
     kill_the_engine_after(3, tmp_path / "killed")  # in the second shard
-    with pytest.raises(RuntimeError, match=r"killed \(signal 9\)"):
+    with pytest.raises(EngineDied, match=r"killed \(signal 9\)"):
         collect(data, target)
     kept = answers_in(tmp_path / "killed")
     assert 3 <= len(kept) < 5

@@ -20,9 +20,10 @@ from flytekit.types.directory import FlyteDirectory
 from test_agent_traces import TEMPLATE, chat, task
 
 from eagle3 import export as exporting
-from eagle3.config.engine import EngineConfig, ExtractConfig, RegenerateConfig
+from eagle3.config.engine import ExtractConfig, RegenerateConfig
 from eagle3.config.training import ExportConfig
 from eagle3.engine import engine as target_engine
+from eagle3.engine.interface import EngineSettings
 from eagle3.evaluation import benchmark
 from eagle3.files import digest_of
 from eagle3.shards.tokens import read_token_shard, write_token_shard
@@ -68,16 +69,9 @@ class StandIns:
     ran: Ran
 
     def answer(
-        self,
-        _: str,
-        shard: str,
-        out: str,
-        place: str,
-        engine: EngineConfig,
-        regenerate: RegenerateConfig,
-        **how: Any,
+        self, _: EngineSettings, shard: str, out: str, log_uri: str, regenerate: RegenerateConfig, watch: Any
     ) -> dict[str, Any]:
-        self._keep(place)
+        self._keep(log_uri)
         words = list(bytes.fromhex(digest_of(regenerate.model_dump_json())))
         rows = [
             replace(
@@ -93,17 +87,10 @@ class StandIns:
         }
 
     def capture(
-        self,
-        _: str,
-        shard: str,
-        out: str,
-        layers: list[int],
-        engine: EngineConfig,
-        extract: ExtractConfig,
-        info: Any,
-        **how: Any,
+        self, settings: EngineSettings, shard: str, out: str, extract: ExtractConfig, info: Any, watch: Any
     ) -> dict[str, Any]:
         self._keep(out)
+        layers = list(settings.layer_ids or ())
         digest = digest_of(Path(shard).read_bytes(), str(layers), extract.model_dump_json())
         (Path(out) / "manifest.json").write_text(digest)
         return {"rows": 1, "tokens": 1, "supervised_tokens": 1, "bytes": 1, "digest": digest}
@@ -155,7 +142,7 @@ def standing_in() -> Iterator[StandIns]:
     """Put the stand-ins where they belong."""
     here = StandIns()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target_engine, "play", here.answer)
+        patch.setattr(target_engine, "regenerate", here.answer)
         patch.setattr(target_engine, "capture", here.capture)
         patch.setattr(launch, "train_in_processes", here.train)
         patch.setattr(exporting, "write_export", here.export)
