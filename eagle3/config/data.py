@@ -17,31 +17,21 @@ class SourceConfig(StageConfig):
 
     path: Uri = Field(
         default="",
-        description="hub data set as name[:subset]:split, file, directory or URL; empty: the preset's own data set",
+        description="file, directory, URL or hub data set as name[:subset]:split; empty: the preset's",
     )
     revision: str = Field(
         default="", description="hub revision (branch, tag or commit); empty: the default branch"
     )
-    name: str = Field(
-        default="",
-        description="name in rows and report; empty: the hub name or the file's name without directories",
-    )
+    name: str = Field(default="", description="name in rows and report; empty: hub name or file name")
     preset: PresetName = Field(
-        default="",
-        description="mapping for a well-known data set; empty: the format of the rows is recognised",
+        default="", description="mapping of a well-known data set; empty: the format is recognised"
     )
     weight: float = Field(
-        default=0.0,
-        ge=0,
-        description="share of the mix, relative to the other sources; set it for all sources or for none",
+        default=0.0, ge=0, description="relative share of the mix; for all sources or for none"
     )
     max_rows: int = Field(default=0, ge=0, description="most rows to take, dropped ones not counted; 0: all")
-    thinking: bool | None = Field(
-        default=None, description="switches thinking on or off in the template; null: the template's default"
-    )
-    regenerate: bool = Field(
-        default=True, description="false: this source keeps its own answers where others are regenerated"
-    )
+    thinking: bool | None = Field(default=None, description="thinking in the template; null: its default")
+    regenerate: bool = Field(default=True, description="false: this source keeps its own answers")
 
     @model_validator(mode="after")
     def _check_path(self) -> "SourceConfig":
@@ -51,7 +41,8 @@ class SourceConfig(StageConfig):
             )
         if not self.path and self.preset in PRESETS_WITHOUT_HUB:
             raise ValueError(
-                f"the preset {self.preset} is no data set that the hub loads; set path to a file or directory with its JSONL files"
+                f"the preset {self.preset} is no data set that the hub loads; set path to a file or directory with its "
+                "JSONL files"
             )
         return self
 
@@ -60,37 +51,28 @@ class DataConfig(StageConfig):
     """prepare: turns rows into token shards."""
 
     sources: list[SourceConfig] = Field(
-        default=[],
-        description="sources in addition to `prompts`; without weights they follow one another, each in its own shards",
+        default=[], description="more sources than `prompts`; without weights each fills its own shards"
     )
     excluded: list[SourceConfig] = Field(
-        default=[],
-        description="evaluation sets: conversations with one of their prompts are dropped, as for `heldout`",
+        default=[], description="evaluation sets, whose prompts are dropped like those of `heldout`"
     )
     max_prompt_tokens: int = Field(
-        default=2048,
-        ge=1,
-        description="longest prompt, tokens; rows with a longer one are dropped and counted",
+        default=2048, ge=1, description="longest prompt, tokens; rows with a longer one are dropped"
     )
     max_tokens: int = Field(
         default=4096,
         ge=2,
-        description="longest row with answers, tokens; longer ones are cut, after a whole turn if half of the row stays",
+        description="longest row, tokens; longer ones are cut, after a turn if half of it stays",
     )
     rows_per_shard: int = Field(
-        default=4096, ge=1, description="rows in one shard; an engine task takes one shard"
+        default=4096, ge=1, description="rows in a shard, the work of one engine task"
     )
     min_shards: int = Field(default=1, ge=1, description="refuse sources that fill fewer shards than this")
     max_dropped_share: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="share of a source's rows that may be dropped; above it prepare fails",
+        default=0.5, ge=0, le=1, description="largest share of a source's rows that may be dropped"
     )
-    seed: int = Field(default=0, description="seed of the order of sources in a weighted mix")
-    workers: int = Field(
-        default=0, ge=0, description="processes that tokenize; 0: one for each CPU, at most 8"
-    )
+    seed: int = Field(default=0, description="seed of a weighted mix")
+    workers: int = Field(default=0, ge=0, description="tokenizing processes; 0: one a CPU, up to 8")
 
 
 class VocabConfig(StageConfig):

@@ -37,9 +37,7 @@ class EngineConfig(StageConfig):
     max_model_len: int = Field(default=4096, ge=16, description="longest prompt plus answer, tokens")
     max_num_seqs: int = Field(default=128, ge=1, description="most sequences in flight")
     max_num_batched_tokens: int = Field(default=8192, ge=16, description="most tokens in an engine step")
-    gpu_memory_utilization: float = Field(
-        default=0.9, gt=0, le=1, description="share of GPU memory the engine may take"
-    )
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1, description="share of GPU memory to take")
     cpu_kv_cache_gib: int = Field(default=1, ge=1, description="key-value cache of an engine on a CPU, GiB")
     enforce_eager: bool = Field(
         default=False, description="skip graph capture and compilation: starts faster, runs slower"
@@ -59,29 +57,23 @@ class RegenerateConfig(StageConfig):
 
     enabled: bool = Field(
         default=True,
-        description="true: the target answers every turn and calls tools; false: the rows keep their own answers",
+        description="the target answers every turn and calls tools; false: rows keep their answers",
     )
     temperature: float = Field(default=0.7, ge=0, description="sampling temperature; 0 is greedy")
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling mass")
     max_new_tokens: int = Field(default=1024, ge=1, description="longest answer, tokens")
     sources: dict[str, SamplingConfig] = Field(
-        default={},
-        description="sampling of single sources, by name; the rows of `prompts` are the source `train`",
+        default={}, description="sampling of single sources; the source of `prompts` is `train`"
     )
     max_tool_rounds: int = Field(
-        default=8,
-        ge=1,
-        description="most answers with tool calls in a row; then the conversation ends and is counted",
+        default=8, ge=1, description="answers with tool calls in a row after which a conversation ends"
     )
     tool_parser: str = Field(
         default="",
-        description="parser of the target's tool calls, as `vllm serve --tool-call-parser` takes it, such as hermes; "
-        "rows with tools need one",
+        description="as in `vllm serve --tool-call-parser`, such as hermes; rows with tools need one",
     )
     reasoning_parser: str = Field(
-        default="",
-        description="parser of the target's thoughts, as `vllm serve --reasoning-parser` takes it, such as qwen3; "
-        "empty: thoughts are a part of the content",
+        default="", description="as in `vllm serve --reasoning-parser`, such as qwen3; empty: none"
     )
     seed: int = Field(default=0, description="engine seed")
 
@@ -111,18 +103,16 @@ class ExtractConfig(StageConfig):
     """extract: captures the target's hidden states."""
 
     layer_ids: list[int] = Field(
-        default=[],
-        description="aux layers, k for the states after k of n layers, as in vLLM; empty: 2, n//2, n-3",
+        default=[], description="aux layers, k for the states after k of n layers; empty: 2, n//2, n-3"
     )
     encoding: Literal["bf16", "fp16", "fp32", "fp8"] = Field(
-        default="bf16",
-        description="dtype on disk; bf16 is exact for a bfloat16 engine, fp8 (e4m3) takes half the bytes",
+        default="bf16", description="dtype on disk; bf16 is exact for a bfloat16 engine, fp8 is e4m3"
     )
     compression: Literal["none", "zstd"] = Field(
-        default="zstd", description="zstd after a byte shuffle: lossless, about a quarter smaller for bf16"
+        default="zstd", description="zstd is lossless: about a quarter less for bf16"
     )
     chunk_bytes: int = Field(
-        default=1 << 30, ge=1, description="size before compression, bytes, above which a new chunk starts"
+        default=1 << 30, ge=1, description="bytes before compression, after which a new chunk starts"
     )
 
 
@@ -133,7 +123,7 @@ class EvaluateConfig(StageConfig):
     max_new_tokens: int = Field(default=256, ge=2, description="longest answer, tokens")
     dtype: Dtype = Field(
         default="float32",
-        description="compute dtype; with float32 the text with and without the draft is the same, with others rounding differs",
+        description="compute dtype; below float32 rounding may change the text with the draft",
     )
     concurrency: int = Field(default=1, ge=1, description="sequences in flight")
 
@@ -142,12 +132,7 @@ class FanOutConfig(StageConfig):
     """Where the engine stages run: replicas, GPUs, servers."""
 
     replicas: int = Field(default=8, ge=1, description="most engine tasks at one time, each on its own GPUs")
-    tensor_parallel_size: int = Field(
-        default=1,
-        ge=1,
-        description="GPUs of one replica, or of the evaluation, over which the target is split",
-    )
+    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs of a replica, and of the evaluation")
     server_urls: list[Uri] = Field(
-        default=[],
-        description="running vLLM servers that answer instead of replicas; shards go to them in turn",
+        default=[], description="running vLLM servers that answer instead of replicas, in turn"
     )

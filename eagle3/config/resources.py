@@ -1,6 +1,5 @@
 """What each kind of pod asks of the cluster. Nothing here decides a result, so no cache key holds it."""
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
@@ -34,46 +33,36 @@ class PodResources(StageConfig):
     pod_template: str = Field(
         default="",
         pattern=r"^([a-z0-9]([-.a-z0-9]*[a-z0-9])?)?$",
-        description="name of a PodTemplate in the pods' namespace, for node selectors, tolerations and the like; empty: none",
+        description="name of a PodTemplate, for node selectors, tolerations and the like",
     )
 
 
 class GpuPodResources(PodResources):
     """Pods with GPUs."""
 
-    accelerator: AcceleratorName = Field(
-        default="H200", description="GPU model, as named in flytekit.extras.accelerators"
-    )
+    accelerator: AcceleratorName = Field(default="H200", description="GPU model")
     shared_memory: Quantity = Field(default="", description='size of /dev/shm, for example "16Gi"')
 
 
 class EngineResources(GpuPodResources):
     """Pods that run the target on fanout.tensor_parallel_size GPUs."""
 
-    spot: bool = Field(
-        default=True,
-        description="run regeneration and extraction on spot machines; evaluation never runs on spot",
-    )
+    spot: bool = Field(default=True, description="run regeneration and extraction on spot machines")
 
 
 class TrainerResources(GpuPodResources):
     """The pod that trains."""
 
-    gpus: int = Field(
-        default=1, ge=1, description="GPUs, one process on each; train.packs_per_step must be a multiple"
-    )
+    gpus: int = Field(default=1, ge=1, description="GPUs, one process on each; divides train.packs_per_step")
     spot: bool = Field(
-        default=False,
-        description="run training on a spot machine; it resumes from its last checkpoint, up to three times",
+        default=False, description="train on a spot machine; resumes from the last checkpoint, up to 3 times"
     )
 
 
 class DataResources(PodResources):
     """Pods that fetch the target and prepare the data."""
 
-    spot: bool = Field(
-        default=False, description="run on spot machines; a task starts again when its pod is lost"
-    )
+    spot: bool = Field(default=False, description="run on spot machines")
 
 
 class ResourcesConfig(StageConfig):
@@ -93,12 +82,3 @@ def quantity_bytes(quantity: str) -> int:
     """Bytes of a Kubernetes quantity such as "400Gi"."""
     number = quantity.rstrip("mKMGTi")
     return int(float(number) * SUFFIXES[quantity[len(number) :]])
-
-
-@dataclass(frozen=True)
-class PodDisks:
-    """Local disk, bytes, that pods may use at most: those of the data stages, of one engine, of the trainer."""
-
-    data: int
-    engine: int
-    trainer: int

@@ -22,32 +22,26 @@ class TrainConfig(StageConfig):
         default=0.0,
         ge=0,
         le=1,
-        description="loss weight of step i is step_decay ** i; 0: 1.0 up to three steps, else 0.8",
+        description="loss weight of step i is step_decay ** i; 0: 1.0 or, above 3 steps, 0.8",
     )
     loss: Literal["kl", "lk_hybrid"] = Field(
         default="kl",
-        description="kl: KL to the target over the draft vocabulary; lk_hybrid: KL gives way to total variation as the draft improves",
+        description="kl: KL to the target; lk_hybrid: from KL to total variation as the draft improves",
     )
     lk_eta: float = Field(
-        default=3.0,
-        ge=0,
-        description="lk_hybrid: the share of KL is exp(-lk_eta * expected acceptance); 0: KL alone",
+        default=3.0, ge=0, description="share of KL in lk_hybrid: exp(-lk_eta * expected acceptance)"
     )
     averaging: Literal["token", "conversation"] = Field(
         default="token",
-        description="what weighs the same in a step: every supervised token, or every conversation",
+        description="what has equal weight in a step: each supervised token or each conversation",
     )
     epochs: int = Field(default=1, ge=1, description="passes over the shards")
-    pack_tokens: int = Field(
-        default=8192, ge=2, description="tokens in a pack; longer rows are cut and counted"
-    )
+    pack_tokens: int = Field(default=8192, ge=2, description="tokens in a pack; longer rows are cut")
     packs_per_step: int = Field(
         default=1, ge=1, description="packs in an optimizer step, divided among the training processes"
     )
     shuffle_chunks: int = Field(
-        default=8,
-        ge=1,
-        description="chunks in a group, whose rows are shuffled together; two groups are on disk at one time",
+        default=8, ge=1, description="chunks whose rows are shuffled together; twice as many are on disk"
     )
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw", description="muon: torch's Muon on matrices, AdamW on the rest"
@@ -64,48 +58,35 @@ class TrainConfig(StageConfig):
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradient clipping threshold, L2 norm")
     init_from: Uri = Field(
         default="",
-        description="draft to continue from, in the Speculators format: hub id, directory, URL or `runs/<run_name>`; its vocabulary "
-        "and norm flags replace the settings; empty: a new draft",
+        description="draft to continue from (Speculators format): hub id, directory, URL or `runs/<run_name>`; its "
+        "vocabulary and norm flags replace the settings; empty: a new draft",
     )
     init_revision: str = Field(default="", description="hub revision of init_from; empty: the default branch")
     head: Literal["target_trained", "target_frozen", "random"] = Field(
         default="target_trained", description="draft head: the target's rows, trained or frozen, or random"
     )
     norm_before_residual: bool = Field(
-        default=True, description="the residual stream starts from the normed hidden state"
+        default=True, description="residual stream starts from the normed state"
     )
     norm_before_fc: bool = Field(default=False, description="one RMSNorm over the concatenated aux states")
     fc_norm: bool = Field(default=False, description="one RMSNorm per aux state")
-    norm_output: bool = Field(
-        default=False, description="feed back the state after the norm instead of the one before it"
-    )
-    validation_rows: int = Field(
-        default=32, ge=0, description="conversations kept for validation, chosen by content hash"
-    )
-    validate_every: int = Field(
-        default=0, ge=0, description="optimizer steps between validations; 0: at the end of each epoch"
-    )
+    norm_output: bool = Field(default=False, description="feed back the state after the norm")
+    validation_rows: int = Field(default=32, ge=0, description="conversations kept for validation")
+    validate_every: int = Field(default=0, ge=0, description="steps between validations; 0: after each epoch")
     keep: Literal["best", "last"] = Field(
-        default="best",
-        description="weights to export: those of the best validation acceptance length, or the last",
+        default="best", description="weights to export: of the best validation acceptance length, or the last"
     )
     checkpoint_every: int = Field(default=200, ge=1, description="optimizer steps between checkpoints")
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto: the GPU if there is one"
-    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="compute dtype; master weights are float32; auto: bfloat16 on a GPU, float32 on a CPU",
+        description="compute dtype next to float32 master weights; auto: bfloat16 on a GPU, else float32",
     )
     processes: int = Field(
-        default=0,
-        ge=0,
-        description="training processes, at most packs_per_step; 0: one for each GPU, or one on a CPU",
+        default=0, ge=0, description="processes, at most packs_per_step; 0: one a GPU, or one on a CPU"
     )
     disk_budget_bytes: int = Field(
-        default=200 << 30,
-        ge=1,
-        description="local disk for chunks from a remote store, bytes, all processes together",
+        default=200 << 30, ge=1, description="local disk for remote chunks, bytes, all processes together"
     )
     seed: int = Field(default=0, description="seed of initial weights and order")
 

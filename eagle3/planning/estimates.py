@@ -10,11 +10,16 @@ starting an engine  ENGINE_START_S, once for each shard and stage
 
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 from eagle3.config.engine import EngineConfig, EvaluateConfig, ExtractConfig
+from eagle3.config.run import RunSettings
 from eagle3.config.training import TrainConfig
+from eagle3.draft.config import DraftConfig
+from eagle3.draft.speculators import expected_shapes
 from eagle3.planning.accelerators import Accelerator
 from eagle3.planning.workload import Workload
+from eagle3.targets.properties import aux_layer_ids
 from eagle3.targets.size import TargetSize
 
 PREFILL_SHARE = 0.4
@@ -61,8 +66,11 @@ class DraftSize:
     params: int
 
 
-def draft_size(shapes: dict[str, tuple[int, ...]]) -> DraftSize:
-    """Count from the shapes of the exported tensors."""
+def draft_size(config: dict[str, Any], cfg: RunSettings) -> DraftSize:
+    """Size of the draft that these settings train for a target with this config.json."""
+    layer_ids = aux_layer_ids(cfg.extract.layer_ids, config["num_hidden_layers"])
+    draft = DraftConfig.from_target(config, layer_ids, min(cfg.vocab.size, config["vocab_size"]), cfg.train)
+    shapes = expected_shapes(draft.to_dict())
     sizes = {name: shape[0] * shape[1] for name, shape in shapes.items() if len(shape) == 2}
     every = sizes["fc.weight"] + sum(sizes[f"layers.0.self_attn.{n}_proj.weight"] for n in "kv")
     layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))

@@ -13,12 +13,13 @@ from eagle3.planning.estimates import (
     ENGINE_START_S,
     DraftSize,
     StageCost,
+    draft_size,
     evaluate_cost,
     extract_cost,
     regenerate_cost,
     train_cost,
 )
-from eagle3.planning.preflight import draft_of, largest_state_bytes
+from eagle3.planning.preflight import largest_state_bytes
 from eagle3.planning.workload import SourceSurvey, Workload
 from eagle3.shards.hidden_states import hidden_state_bytes
 from eagle3.targets.properties import aux_layer_ids
@@ -70,7 +71,7 @@ def make_plan(
         heldout: number of held-out prompts.
     """
     size = target_size(config)
-    draft = draft_of(config, cfg)
+    draft = draft_size(config, cfg)
     layer_ids = aux_layer_ids(cfg.extract.layer_ids, size.num_layers)
     encoding = cfg.extract.encoding
     raw = hidden_state_bytes(work.tokens, work.supervised, len(layer_ids), size.hidden_size, encoding)

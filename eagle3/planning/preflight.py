@@ -12,16 +12,13 @@ from typing import Any
 
 from eagle3.config.checks import check_lengths, check_processes, check_sampled_sources
 from eagle3.config.data import SourceConfig
-from eagle3.config.resources import PodDisks
 from eagle3.config.run import RunSettings
 from eagle3.data.prepare import check_sources
 from eagle3.data.sources import pin_sources, source_version
-from eagle3.draft.config import DraftConfig
 from eagle3.draft.initial import check_settings, read_settings, resolve_initial
-from eagle3.draft.speculators import expected_shapes
 from eagle3.export import check_public_name
 from eagle3.planning.accelerators import ACCELERATORS
-from eagle3.planning.estimates import DraftSize, draft_size
+from eagle3.planning.estimates import draft_size
 from eagle3.planning.survey import survey
 from eagle3.planning.workload import SourceSurvey, Workload, workload
 from eagle3.regenerate.parsers import check_parsers
@@ -56,11 +53,13 @@ class Preflight:
     num_heldout: int = 0
 
 
-def preflight(cfg: RunSettings, disks: PodDisks, prompts: str, heldout: str, with_rows: bool) -> Preflight:
+def preflight(
+    cfg: RunSettings, disks: dict[str, int], prompts: str, heldout: str, with_rows: bool
+) -> Preflight:
     """Resolve the names in a recipe and check everything that can be checked before work starts.
 
     Args:
-        disks: what the pods have.
+        disks: local disk, bytes, of the pods of `resources`, by their names.
         prompts: file with prompts, or empty.
         heldout: file with held-out prompts.
         with_rows: False for a run that starts from shards: its prompts and sources are not read.
@@ -116,14 +115,14 @@ def _with_rows(
 
 
 def check_target(
-    cfg: RunSettings, config: dict[str, Any], name: str, disks: PodDisks, is_vocab_given: bool = False
+    cfg: RunSettings, config: dict[str, Any], name: str, disks: dict[str, int], is_vocab_given: bool = False
 ) -> None:
     """Refuse settings that do not fit this target, and a target that does not fit the pods.
 
     Args:
         config: the target's config.json.
         name: of the target, for messages.
-        disks: what the pods have.
+        disks: local disk, bytes, of the pods of `resources`, by their names.
         is_vocab_given: the draft vocabulary is the initial draft's; vocab.size is ignored.
 
     Raises:
@@ -159,7 +158,7 @@ def _check_trainer_gpu(cfg: RunSettings, config: dict[str, Any], size: TargetSiz
     memory = ACCELERATORS[accelerator].memory_gb * 1e9
     # The trainer keeps the target's embedding and head in the compute dtype, two bytes a parameter.
     tables = 2 * size.vocab_size * size.hidden_size
-    needed = draft_of(config, cfg).params * TRAINED_BYTES + 2 * tables
+    needed = draft_size(config, cfg).params * TRAINED_BYTES + 2 * tables
     if needed > memory:
         raise ValueError(
             f"draft, optimizer and the target's two tables must fit on one {accelerator} of {memory / 1e9:.0f} GB, "
@@ -167,23 +166,20 @@ def _check_trainer_gpu(cfg: RunSettings, config: dict[str, Any], size: TargetSiz
         )
 
 
-def _check_disks(cfg: RunSettings, size: TargetSize, disks: PodDisks) -> None:
+def _check_disks(cfg: RunSettings, size: TargetSize, disks: dict[str, int]) -> None:
     # Checkpoints are bfloat16 unless they are quantised.
     weights = size.weight_bytes("bfloat16")
-    for pod, available, needed, remedy in (
-        ("data", disks.data, weights, "raise it"),
-        ("engine", disks.engine, weights + 2 * cfg.extract.chunk_bytes, "raise it"),
-        (
-            "trainer",
-            disks.trainer,
-            weights + cfg.train.disk_budget_bytes,
-            "raise it or lower train.disk_budget_bytes",
-        ),
-    ):
-        if needed > available:
+    needed = {
+        "data": weights,
+        "engine": weights + 2 * cfg.extract.chunk_bytes,
+        "trainer": weights + cfg.train.disk_budget_bytes,
+    }
+    for pod, needed_bytes in needed.items():
+        if needed_bytes > disks[pod]:
+            remedy = "raise it or lower train.disk_budget_bytes" if pod == "trainer" else "raise it"
             raise ValueError(
-                f"resources.{pod}.ephemeral_storage must hold {needed / 1e9:.0f} GB, the target's files included, it is "
-                f"{available / 1e9:.0f} GB; {remedy}"
+                f"resources.{pod}.ephemeral_storage must hold {needed_bytes / 1e9:.0f} GB, the target's files "
+                f"included, it is {disks[pod] / 1e9:.0f} GB; {remedy}"
             )
 
 
@@ -195,7 +191,7 @@ def check_rows(cfg: RunSettings, config: dict[str, Any], surveys: Sequence[Sourc
             data.min_shards; if the groups of chunks may exceed the trainer's disk budget.
     """
     check_parsers(cfg.regenerate, has_tools=any(s.tool_tasks for s in surveys))
-    work = expected_work(cfg, surveys)
+    work = workload(cfg, surveys)
     is_certain = all(s.basis == "counted" for s in surveys) and not any(s.weight for s in cfg.data.sources)
     if is_certain and work.shards < cfg.data.min_shards:
         raise ValueError(
@@ -213,24 +209,9 @@ def check_rows(cfg: RunSettings, config: dict[str, Any], surveys: Sequence[Sourc
         )
 
 
-def expected_work(cfg: RunSettings, surveys: Sequence[SourceSurvey]) -> Workload:
-    """Rows and tokens of the run; `surveys` as in `Preflight`."""
-    weights = [source.weight for source in cfg.data.sources]
-    # The prompts come first, and have no weight.
-    weights = [0.0] * (len(surveys) - len(weights)) + weights
-    return workload(surveys, weights, cfg.data, cfg.regenerate, cfg.engine.max_model_len)
-
-
 def largest_state_bytes(cfg: RunSettings, config: dict[str, Any], work: Workload) -> int:
     """Bytes of all hidden states before compression, every answer at its longest."""
     layers = len(aux_layer_ids(cfg.extract.layer_ids, config["num_hidden_layers"]))
     return hidden_state_bytes(
         work.max_tokens, work.max_supervised, layers, config["hidden_size"], cfg.extract.encoding
     )
-
-
-def draft_of(config: dict[str, Any], cfg: RunSettings) -> DraftSize:
-    """Size of the draft that these settings train for a target with this config.json."""
-    layer_ids = aux_layer_ids(cfg.extract.layer_ids, config["num_hidden_layers"])
-    draft = DraftConfig.from_target(config, layer_ids, min(cfg.vocab.size, config["vocab_size"]), cfg.train)
-    return draft_size(expected_shapes(draft.to_dict()))

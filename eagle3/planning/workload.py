@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from eagle3.config.data import DataConfig
-from eagle3.config.engine import RegenerateConfig
+from eagle3.config.run import RunSettings
 
 # The length of an answer that the target will write is unknown; this share of its limit is expected.
 ANSWER_SHARE = 0.5
@@ -49,19 +48,14 @@ class Workload:
     max_supervised: int
 
 
-def workload(
-    surveys: Sequence[SourceSurvey],
-    weights: Sequence[float],
-    data: DataConfig,
-    regenerate: RegenerateConfig,
-    max_model_len: int,
-) -> Workload:
+def workload(cfg: RunSettings, surveys: Sequence[SourceSurvey]) -> Workload:
     """Mix the sources as prepare does, and add the answers that the target will write.
 
     Args:
-        surveys, weights: of the sources, in order; all weights are 0 or none is.
-        max_model_len: no finished row is longer.
+        surveys: of the prompts, if there are any, then of data.sources.
     """
+    weights = [source.weight for source in cfg.data.sources]
+    weights = [0.0] * (len(surveys) - len(weights)) + weights
     sources = list(zip(surveys, _taken_shares(surveys, weights), strict=True))
     rows = [round(s.rows * share) for s, share in sources]
     tasks = [round(s.tool_tasks * share) for s, share in sources]
@@ -70,17 +64,17 @@ def workload(
     groups = [sum(chats), sum(tasks)] if any(weights) else chats + tasks
     tokens = round(sum(s.tokens * share for s, share in sources))
     supervised = round(sum(s.supervised * share for s, share in sources))
-    longest = round(sum(s.answers * share * regenerate.sampling(s.name)[2] for s, share in sources))
+    longest = round(sum(s.answers * share * cfg.regenerate.sampling(s.name)[2] for s, share in sources))
     expected = round(longest * ANSWER_SHARE)
     return Workload(
         rows=sum(rows),
-        shards=sum(ceil(n / data.rows_per_shard) for n in groups),
+        shards=sum(ceil(n / cfg.data.rows_per_shard) for n in groups),
         waiting_rows=sum(n for n, s in zip(rows, surveys, strict=True) if s.answers),
         prompt_tokens=round(sum(s.tokens * share for s, share in sources if s.answers)),
         new_tokens=expected,
         tokens=tokens + expected,
         supervised=supervised + expected,
-        max_tokens=min(tokens + longest, sum(rows) * max_model_len),
+        max_tokens=min(tokens + longest, sum(rows) * cfg.engine.max_model_len),
         max_supervised=supervised + longest,
     )
 

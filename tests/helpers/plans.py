@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from eagle3.config.resources import PodDisks
 from eagle3.config.run import RunSettings
 from eagle3.planning.workload import SourceSurvey, Workload
 
 GIB = 1 << 30
-DISKS = PodDisks(200 * GIB, 400 * GIB, 400 * GIB)
+DISKS = {"data": 200 * GIB, "engine": 400 * GIB, "trainer": 400 * GIB}
 WORK = Workload(
     rows=1000,
     shards=4,
@@ -22,8 +21,8 @@ WORK = Workload(
 SOURCES = [SourceSurvey("train", "counted", 1000, 100_000, 0, 1000, 0, 0.0)]
 
 
-def settings(**blocks: dict[str, Any]) -> RunSettings:
+def settings(**blocks: Any) -> RunSettings:
     """Defaults, changed by `blocks`; the evaluation in bfloat16."""
-    given: dict[str, dict[str, Any]] = {"target": {"name": "org/target"}, **blocks}
+    given: dict[str, Any] = {"target": {"name": "org/target"}, **blocks}
     given["evaluate"] = {"dtype": "bfloat16", **blocks.get("evaluate", {})}
     return RunSettings.model_validate(given)

@@ -10,7 +10,6 @@ from eagle3.config.resources import quantity_bytes
 from eagle3.planning import estimates
 from eagle3.planning.accelerators import ACCELERATORS
 from eagle3.planning.plan import RunPlan, make_plan, render_text
-from eagle3.planning.preflight import draft_of
 from eagle3.planning.workload import Workload
 from eagle3.shards.hidden_states import hidden_state_bytes
 from eagle3.targets.size import target_size
@@ -51,7 +50,7 @@ def test_hours_follow_the_stated_formulas() -> None:
     starts = 4 * estimates.ENGINE_START_S
     reading = size.prefill_flops(1000, 500_000) / (gpu.tflops * 1e12 * 0.4)
     assert hours(made, "extract") == pytest.approx((reading + starts) / 3600)
-    draft = draft_of(LLAMA31_8B, settings())
+    draft = estimates.draft_size(LLAMA31_8B, settings())
     flops = 6 * (500_000 * draft.per_token + 400_000 * 3 * draft.per_pair) + 2 * 400_000 * draft.head
     assert hours(made, "train") == pytest.approx(flops / (gpu.tflops * 1e12 * 0.3) / 3600)
     context = (100_000 + 200_000) / 1000

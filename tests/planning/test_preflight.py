@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from eagle3.config.resources import PodDisks
 from eagle3.planning.preflight import check_rows, check_target
 from tests.helpers.configs import LLAMA31_8B
 from tests.helpers.plans import DISKS, GIB, SOURCES, settings
@@ -63,7 +62,7 @@ def test_settings_that_fit_pass() -> None:
 
 @pytest.mark.parametrize("pod", ["data", "engine", "trainer"])
 def test_a_pod_without_room_for_the_targets_files_is_refused(pod: str) -> None:
-    disks = replace(DISKS, **{pod: 10 * GIB})
+    disks = DISKS | {pod: 10 * GIB}
     with pytest.raises(
         ValueError, match=f"resources.{pod}.ephemeral_storage must hold .* it is 11 GB; raise it"
     ):
@@ -82,7 +81,7 @@ def test_a_target_too_large_for_one_gpu_fits_on_two() -> None:
         "num_hidden_layers": 80,
         "num_attention_heads": 64,
     }
-    disks = PodDisks(1000 * GIB, 1000 * GIB, 1000 * GIB)
+    disks = dict.fromkeys(DISKS, 1000 * GIB)
     two = settings(fanout={"tensor_parallel_size": 2})
     check_target(two, wide, "org/target", disks)
     exact = settings(fanout={"tensor_parallel_size": 2}, evaluate={"dtype": "float32"})

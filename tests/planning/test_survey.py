@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle3.config.data import DataConfig, SourceConfig
-from eagle3.config.engine import RegenerateConfig, SamplingConfig
 from eagle3.data.prepare import prepare_shards
 from eagle3.planning import survey as surveying
 from eagle3.planning.survey import survey
-from eagle3.planning.workload import SourceSurvey, workload
+from eagle3.planning.workload import SourceSurvey, Workload, workload
+from tests.helpers.plans import settings
 from tests.helpers.tiny_tokenizer import train_tokenizer
 
 
@@ -58,7 +58,7 @@ def test_small_sources_are_counted_as_prepare_will(
     cfg = DataConfig(sources=sources, rows_per_shard=8, max_dropped_share=0.9)
     made = prepare_shards(heldout, tokenizer_dir, cfg, regenerate, tmp_path / "out")
     found, num_heldout = survey(sources, heldout, tokenizer_dir, cfg, regenerate)
-    work = workload(found, [0.0] * 3, cfg, RegenerateConfig(enabled=regenerate, max_new_tokens=10), 4096)
+    work = workload(settings(data=cfg, regenerate={"enabled": regenerate, "max_new_tokens": 10}), found)
     figures = made.report["sources"]
     assert [(s.name, s.rows, s.tokens, s.supervised) for s in found] == [
         (name, f["rows_kept"], f["tokens"], f["supervised_tokens"]) for name, f in figures.items()
@@ -165,24 +165,31 @@ def test_every_answer_that_the_target_is_to_write_is_counted_with_its_sources_li
     source = write(tmp_path / "a.jsonl", [{"messages": turns}, {"prompt": "one"}])
     (found,), _ = survey([source], heldout, tokenizer_dir, DataConfig(), regenerate=True)
     assert (found.rows, found.answers) == (2, 4)
-    cfg = RegenerateConfig(max_new_tokens=8, sources={found.name: SamplingConfig(max_new_tokens=20)})
-    work = workload([found], [0.0], DataConfig(), cfg, 4096)
+    regenerate = {"max_new_tokens": 8, "sources": {found.name: {"max_new_tokens": 20}}}
+    work = workload(settings(regenerate=regenerate), [found])
     assert (work.new_tokens, work.shards) == (4 * 20 // 2, 1)
     tools = write(tmp_path / "t.jsonl", [{"prompt": "one"}, {"prompt": "two", "tools": [{"name": "look"}]}])
     (found,), _ = survey([tools], heldout, tokenizer_dir, DataConfig(), regenerate=True)
     assert (found.rows, found.tool_tasks) == (2, 1)
     for weight in (0.0, 1.0):
-        assert workload([found], [weight], DataConfig(), cfg, 4096).shards == 2
+        weighted = {"sources": [tools.model_copy(update={"weight": weight})]}
+        assert workload(settings(data=weighted), [found]).shards == 2
     own = write(tmp_path / "b.jsonl", [{"messages": turns[:4]}])
     (found,), _ = survey([own], heldout, tokenizer_dir, DataConfig(), regenerate=False)
     assert (found.rows, found.answers) == (1, 0)
 
 
 def test_a_weighted_mix_ends_when_the_first_source_is_used_up() -> None:
-    sources, cfg = [source_of(100, 1000), source_of(900, 18000)], DataConfig(rows_per_shard=64)
-    work = workload(sources, [1.0, 2.0], cfg, RegenerateConfig(max_new_tokens=8), 4096)
-    assert (work.rows, work.shards, work.prompt_tokens) == (300, 5, 1000 + 200 * 20)
-    apart = workload(sources, [0.0, 0.0], cfg, RegenerateConfig(max_new_tokens=8), 4096)
+    surveys = [source_of(100, 1000), source_of(900, 18000)]
+
+    def mix(*weights: float) -> Workload:
+        sources = [{"path": "x", "weight": weight} for weight in weights]
+        cfg = settings(data={"sources": sources, "rows_per_shard": 64}, regenerate={"max_new_tokens": 8})
+        return workload(cfg, surveys)
+
+    weighted = mix(1.0, 2.0)
+    assert (weighted.rows, weighted.shards, weighted.prompt_tokens) == (300, 5, 1000 + 200 * 20)
+    apart = mix(0.0, 0.0)
     assert (apart.rows, apart.shards) == (1000, 2 + 15)
     assert apart.tokens == 19000 + 1000 * 4
     assert apart.max_supervised == 8000

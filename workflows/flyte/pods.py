@@ -21,7 +21,6 @@ from flytekit.extras.accelerators import H200
 from eagle3.config.engine import FanOutConfig
 from eagle3.config.resources import (
     EngineResources,
-    PodDisks,
     PodResources,
     ResourcesConfig,
     TrainerResources,
@@ -179,17 +178,13 @@ def data_pod(resources: ResourcesConfig) -> Pod:
     )
 
 
-def pod_disks(resources: ResourcesConfig) -> PodDisks:
-    """Local disk of each kind of pod, for the checks before a run."""
-
-    def disk(asked: PodResources, group: dict[str, Any]) -> int:
-        return quantity_bytes(asked.ephemeral_storage or group["limits"].ephemeral_storage)
-
-    return PodDisks(
-        data=disk(resources.data, DATA),
-        engine=disk(resources.engine, ENGINE),
-        trainer=disk(resources.trainer, TRAINER),
-    )
+def pod_disks(resources: ResourcesConfig) -> dict[str, int]:
+    """Local disk of each kind of pod, bytes, by its name in the recipe's `resources`."""
+    groups = {"data": DATA, "engine": ENGINE, "trainer": TRAINER}
+    return {
+        name: quantity_bytes(getattr(resources, name).ephemeral_storage or group["limits"].ephemeral_storage)
+        for name, group in groups.items()
+    }
 
 
 def _gpu_pod(group: dict[str, Any], asked: EngineResources | TrainerResources, gpus: int) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def plan_run(
 ) -> FlyteFile:
     """Print the plan and write plan.json: into runs/<run_name> here, with a Deck elsewhere in a pod."""
     from eagle3.planning.plan import make_plan, render_text
-    from eagle3.planning.preflight import expected_work
+    from eagle3.planning.workload import workload
     from eagle3.reports.parts import document
 
     cfg = RunSettings(
@@ -61,7 +61,7 @@ def plan_run(
         fanout=fanout,
         resources=resources,
     )
-    work = expected_work(cfg, found.surveys)
+    work = workload(cfg, found.surveys)
     config = json.loads(found.target_config)
     plan = make_plan(cfg, config, found.target.name, found.surveys, found.num_heldout, work)
     text = render_text(plan) + _disk_text(plan.max_state_bytes)
