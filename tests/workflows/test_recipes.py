@@ -121,31 +121,3 @@ def test_missing_prompts_are_refused(workplace: Path, tmp_path: Path) -> None:
     assert result.exit_code != 0
     assert "nowhere.jsonl" in result.output
     assert not journal.entries()
-
-
-@pytest.mark.parametrize(
-    ("blocks", "complaint"),
-    [
-        ({"vocab": {"size": 10**6}}, "lower vocab.size"),
-        ({"extract": {"layer_ids": [1, 9]}}, "extract.layer_ids"),
-        ({"data": {"min_shards": 3}}, "min_shards"),
-        ({"target": {"public_name": ""}}, "public_name"),
-        ({"target": {"name": "/nowhere/at/all"}}, "/nowhere/at/all"),
-        ({"train": {"init_from": "runs/absent"}}, "a pod cannot read directories of your machine"),
-    ],
-)
-def test_impossible_settings_are_refused_before_the_engine_starts(
-    workplace: Path,
-    tiny_target: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    blocks: dict[str, Any],
-    complaint: str,
-) -> None:
-    from eagle3.engine import engine
-
-    monkeypatch.setattr(engine, "_run", lambda *_, **__: pytest.fail("the engine was started"))
-    prompts = write_prompts(tmp_path / "prompts.jsonl", 0, 4)
-    result = pyflyte_run(write_recipe(tmp_path / "recipe.yaml", tiny_target, prompts, **blocks))
-    assert result.exit_code != 0
-    assert complaint in " ".join(result.output.split())
