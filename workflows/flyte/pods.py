@@ -26,6 +26,7 @@ from eagle3.config.resources import (
     TrainerResources,
     quantity_bytes,
 )
+from eagle3.files import is_remote
 from workflows.flyte import store
 
 CARRIED = ("EAGLE3_REGISTRY", "EAGLE3_TAG", "EAGLE3_HF_SECRET", "EAGLE3_SERVER_SECRET", "EAGLE3_STORE")
@@ -34,7 +35,7 @@ CARRIED = ("EAGLE3_REGISTRY", "EAGLE3_TAG", "EAGLE3_HF_SECRET", "EAGLE3_SERVER_S
 def carried_environment() -> dict[str, str]:
     """What pods have to know of this environment; a store only where it is one that they can reach."""
     found = {name: os.environ.get(name, "") for name in CARRIED}
-    if "://" not in found["EAGLE3_STORE"]:
+    if not is_remote(found["EAGLE3_STORE"]):
         del found["EAGLE3_STORE"]
     return {name: value for name, value in found.items() if value}
 

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from eagle3.config.engine import EngineConfig, EvaluateConfig
+from eagle3.files import is_remote
 from workflows.flyte import store
 
 
@@ -27,11 +28,13 @@ def serve_lines(
         hub_target: hub id and commit of the target, used if target_dir is a URL; "", "" if it is on no hub.
         num_gpus: over which the target is split.
     """
-    name, revision = hub_target if "://" in target_dir else ("", "")
-    target = name or ("target" if "://" in target_dir else target_dir)
-    draft_dir = "draft" if "://" in export_dir else export_dir
+    name, revision = hub_target if is_remote(target_dir) else ("", "")
+    target = name or ("target" if is_remote(target_dir) else target_dir)
+    draft_dir = "draft" if is_remote(export_dir) else export_dir
     directories = {export_dir: draft_dir} | ({} if name else {target_dir: target})
-    fetch = " && ".join(fetch_line(url, directory) for url, directory in directories.items() if "://" in url)
+    fetch = " && ".join(
+        fetch_line(url, directory) for url, directory in directories.items() if is_remote(url)
+    )
     options: dict[str, Any] = {
         "revision": revision,
         "dtype": evaluate.dtype,

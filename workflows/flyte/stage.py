@@ -13,6 +13,7 @@ from flytekit.exceptions.system import FlyteDownloadDataException, FlyteUploadDa
 from flytekit.exceptions.user import FlyteRecoverableException
 
 from eagle3.errors import is_out_of_memory, is_transient
+from eagle3.files import is_remote
 from workflows.flyte import journal, store
 
 P = ParamSpec("P")
@@ -54,7 +55,7 @@ def _in_store(function: Callable[..., R], result: R) -> R:
     context = FlyteContextManager.current_context()
     state = context.execution_state
     is_pod = state is not None and state.mode == ExecutionState.Mode.TASK_EXECUTION
-    if not is_pod or "://" not in context.file_access.raw_output_prefix:
+    if not is_pod or not is_remote(context.file_access.raw_output_prefix):
         return result
     kind = get_type_hints(function)["return"]
     if not isinstance(result, tuple):

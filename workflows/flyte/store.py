@@ -26,7 +26,7 @@ from flytekit.models.literals import Literal, LiteralMap
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from eagle3.files import copy_file, try_lock
+from eagle3.files import copy_file, is_remote, try_lock
 from eagle3.uris import base_name, check_uri, redact
 from workflows.flyte import journal
 
@@ -60,7 +60,7 @@ def root() -> Path:
         if is_local()
         else current_context().working_directory
     )
-    if "://" in str(place):
+    if is_remote(place):
         raise ValueError(
             f"EAGLE3_STORE must be a directory for local runs, got {place}; unset it, or run with --remote"
         )
@@ -115,7 +115,7 @@ def keyed_place(name: str, key: str) -> Iterator[str]:
         return
     prefix = FlyteContextManager.current_context().file_access.raw_output_prefix
     base = check_uri(os.environ.get("EAGLE3_STORE", ""))
-    yield f"{(base if '://' in base else prefix.rstrip('/').rsplit('/', 2)[0]).rstrip('/')}/eagle3/{name}-{key}"
+    yield f"{(base if is_remote(base) else prefix.rstrip('/').rsplit('/', 2)[0]).rstrip('/')}/eagle3/{name}-{key}"
 
 
 def free_bytes() -> int:
@@ -205,7 +205,7 @@ def _paths_in_value(value: Any) -> Iterator[str]:
 
 def is_there(path: str) -> bool:
     """True for anything remote, an existing file, or a directory that is not empty."""
-    if "://" in path:
+    if is_remote(path):
         return True
     local = Path(path)
     return any(local.iterdir()) if local.is_dir() else local.exists()
