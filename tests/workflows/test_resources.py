@@ -83,7 +83,7 @@ DRIVERS: dict[str, tuple[Any, dict[str, Any]]] = {
         ENGINE_SETTINGS
         | {
             "data": PreparedData([SHARD], [SHARD], SHARD, FILE),
-            "regenerate": RegenerateConfig(),
+            "regenerate": RegenerateConfig(tool_parser="hermes"),
             "fanout": FanOutConfig(tensor_parallel_size=2),
         },
     ),
