@@ -48,7 +48,8 @@ def encode(states: Tensor, encoding: str) -> tuple[Tensor, Tensor | None]:
         decoded = decode((largest / scales)[..., None].to(torch.float8_e4m3fn), scales)[..., 0]
         largest = torch.where(torch.isfinite(largest), decoded, largest)  # the cast turns infinity into 448
     else:
-        scales, stored = None, states.to(STORED_DTYPE[encoding])
+        scales = None
+        stored = states.to(STORED_DTYPE[encoding])
         largest = stored.abs().amax(-1)
     if not torch.isfinite(largest).all() or not (largest > 0).all():
         raise ValueError("a zero or non-finite hidden state")

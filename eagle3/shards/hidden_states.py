@@ -127,12 +127,10 @@ def _check_content(manifest: dict[str, Any]) -> None:
     for chunk in manifest["chunks"]:
         check_entry(chunk)
     lengths = [n for chunk in manifest["chunks"] for n in chunk["lengths"]]
-    rows, tokens = manifest["rows"], manifest["tokens"]
-    if (len(lengths), sum(lengths)) != (rows, tokens):
-        raise ValueError(
-            f"its chunks hold {len(lengths)} rows and {sum(lengths)} tokens, its counts are {rows} and "
-            f"{tokens}"
-        )
+    found = f"{len(lengths)} rows and {sum(lengths)} tokens"
+    counted = f"{manifest['rows']} rows and {manifest['tokens']} tokens"
+    if found != counted:
+        raise ValueError(f"its chunks hold {found}, its counts are {counted}")
 
 
 def check_entry(chunk: dict[str, Any]) -> None:
@@ -219,7 +217,8 @@ class ChunkReader:
         metadata = json.loads(self.file.metadata()["states"])
         self.dtype = STORED_DTYPE[metadata["encoding"]]
         self.has_scales = metadata["encoding"] == "fp8"
-        self.num_aux, self.hidden_size = metadata["num_aux"], metadata["hidden_size"]
+        self.num_aux: int = metadata["num_aux"]
+        self.hidden_size: int = metadata["hidden_size"]
         self.frame_rows: list[int] = []
         if metadata["compression"] != "none":
             self.frame_rows = self.file.get_tensor("frame_rows").tolist()

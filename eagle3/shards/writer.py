@@ -170,7 +170,7 @@ class HiddenStateWriter:
 
     def _take_over(self) -> dict[int, dict[str, Any]]:
         """The entries of the finished chunks; removes what an earlier attempt did not finish."""
-        sample_ids = [[self.rows[row].sample_id for frame in frames for row in frame] for frames in self.plan]
+        sample_ids = [self._sample_ids(number) for number in range(len(self.plan))]
         try:
             entries = finished_entries(self.out, sample_ids, self.digest)
             remove_other_chunks(self.out, entries)
@@ -225,6 +225,9 @@ class HiddenStateWriter:
     def _rows(self, number: int) -> list[TokenRow]:
         return [self.rows[row] for frame in self.plan[number] for row in frame]
 
+    def _sample_ids(self, number: int) -> list[str]:
+        return [row.sample_id for row in self._rows(number)]
+
     def _tensors(self, number: int, frames: list[EncodedFrame]) -> dict[str, Tensor]:
         """The tensors of a chunk file, as in eagle3/shards/hidden_states.py."""
         rows = self._rows(number)
@@ -252,7 +255,6 @@ class HiddenStateWriter:
 
     def _save(self, number: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Write the chunk file; returns its manifest entry without checks."""
-        rows = self._rows(number)
         states = {
             "encoding": self.cfg.encoding,
             "compression": self.cfg.compression,
@@ -266,8 +268,8 @@ class HiddenStateWriter:
             sha256 = file_sha256(path)
             entry = {
                 "file": f"chunk-{number:05d}-{sha256[:8]}.safetensors",
-                "sample_ids": [row.sample_id for row in rows],
-                "lengths": [len(row.token_ids) for row in rows],
+                "sample_ids": self._sample_ids(number),
+                "lengths": [len(row.token_ids) for row in self._rows(number)],
                 "bytes": path.stat().st_size,
                 "sha256": sha256,
             }

@@ -301,7 +301,7 @@ def test_an_older_and_a_newer_format_version_are_named(tmp_path: Path, version: 
             r"chunk-00000-[0-9a-f]{8}\.safetensors must have rows of at least one token",
         ),
         ({"lengths": []}, "must have rows of at least one token"),
-        ({"lengths": [1, 1, 8]}, "its chunks hold 6 rows and 19 tokens, its counts are 6 and 18"),
+        ({"lengths": [1, 1, 8]}, "its chunks hold 6 rows and 19 tokens, its counts are 6 rows and 18 tokens"),
     ],
 )
 def test_a_manifest_with_a_wrong_entry_is_named(
