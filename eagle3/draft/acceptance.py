@@ -7,11 +7,11 @@ serving takes. Prompt token x, answer a b c E that ends at E, f g what the targe
     position         0       1        2        3        4       5   6
     token            x       a        b        c        E       f   g
     slot's labels    b c E   c E f    E f g    –        –       –   –
-    round here       no      always   maybe    maybe    never: the answer is over
+    round here       no      always   maybe    maybe    never: the answer has ended
 
 First token: a comes from the prompt's own pass and is no round. A round at t[m] reads slot m - 1, accepts its n leading hits
-(at most k) and emits n + 1 tokens; the next round is at t[m + n + 1] if that stands before the answer's last token, whatever
-ended the answer (end token or max_tokens). With hits b, then E f g:
+(at most k) and emits n + 1 tokens; the next round is at t[m + n + 1] if that is before the answer's last token, whatever ended
+the answer (end token or max_tokens). With hits b, then E f g:
 
     round at a:  guesses b x x   n = 1   emits b c
     round at c:  guesses E f g   n = 3   emits E: all three are counted, f and g although they are cut off
@@ -37,7 +37,7 @@ from eagle3.draft.loss import chunk_slots
 
 @dataclass(frozen=True)
 class AcceptanceCounts:
-    """What speculative decoding did: rounds (target passes with guesses), and guesses accepted at each of the k positions."""
+    """Rounds of speculative decoding (target passes with guesses), and guesses accepted at each of the k positions."""
 
     rounds: int
     accepted_by_position: tuple[int, ...]
@@ -92,21 +92,22 @@ def walk(hits: Tensor, first: int, last: int, k: int) -> AcceptanceCounts:
     """Walk one answer as the engine does.
 
     Args:
-        hits: [I, L] bool; hits[i, p]: the step-i guess of slot p, as a target id, is the token at p + 2 + i. Slots first - 1 …
-            last - 2 are read.
+        hits: [I, L] bool; hits[i, p]: the step-i guess of slot p is the token at p + 2 + i. Slots first - 1 … last - 2 are
+            read.
         first: position of the answer's first token, at least 1.
         last: position of the answer's last token (its end token, or the one that reached max_tokens).
         k: guesses per round, at most I.
 
     Raises:
-        ValueError: if k exceeds I, or a slot that is read lies outside hits.
+        ValueError: if k exceeds I, or a slot that is read is outside hits.
     """
     num_steps, length = hits.shape
     if not 1 <= k <= num_steps:
         raise ValueError(f"k must be 1 to the {num_steps} steps of the unroll, got {k}; unroll more steps")
     if not 1 <= first <= last <= length + 1:
         raise ValueError(
-            f"an answer at positions {first} to {last} needs a token before it and {last - 1} slots, got {length} slots"
+            f"an answer at positions {first} to {last} needs a token before it and {last - 1} slots, got {length}; "
+            "unroll the whole answer"
         )
     leading = hits[:k].int().cumprod(0).sum(0).tolist()
     rounds, accepted, at = 0, [0] * k, first
@@ -123,7 +124,7 @@ def walk_batch(hits: Tensor, batch: PackedBatch) -> AcceptanceCounts:
     """Walk every answer of a pack, k = I.
 
     Nothing is known past an answer's end, so guesses there count as misses; each answer's last round may lose some that the
-    engine would count. Exact figures take `walk` and continued answers.
+    engine would count. For exact counts use `walk` with continued answers.
 
     Args:
         hits: [I, S] bool on the batch's slots, False where not valid.

@@ -14,8 +14,8 @@ a prompt token x, loss mask 0 1 1 1 1, three steps; "." is never served and neve
     3      c         1         . . .                      . . .
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +27,12 @@ from eagle3.shards.hidden_states import HiddenStateRow
 class PackedBatch:
     """Rows of one pack and the slots that are trained.
 
-    token_ids [T] int64; positions [T] int64, place within the row; row_starts [R + 1] int64; aux [T, A, H];
+    token_ids [T] int64; positions [T] int64, within the row; row_starts [R + 1] int64; aux [T, A, H];
     slots [S] int64, pack positions p trained at step 0, ascending; slot_rows [S] int64, the row of each;
     last [S, H], last hidden state at p + 1; valid [I, S] bool, True where slot s is trained at step i; sample_ids: R ids.
 
-    The state that labels slot s at step i, at position p + 1 + i, is last[s + i]: wherever (s, i) is valid, the i positions after
-    p are slots too.
+    The state that labels slot s at step i, at position p + 1 + i, is last[s + i]: if (s, i) is valid, the i positions after p
+    are slots too.
     """
 
     token_ids: Tensor
@@ -50,7 +50,7 @@ class PackedBatch:
         return self.token_ids[(self.slots + 1 + step).clamp(max=len(self.token_ids) - 1)]
 
     def labels(self) -> Tensor:
-        """[I, S] int64: target token ids that each step should guess, t[p + 2 + i]; meaningless where not valid."""
+        """[I, S] int64: target token ids that each step should guess, t[p + 2 + i]; undefined where not valid."""
         steps = torch.arange(len(self.valid), device=self.slots.device)[:, None]
         return self.token_ids[(self.slots + 2 + steps).clamp(max=len(self.token_ids) - 1)]
 
@@ -62,31 +62,25 @@ class PackedBatch:
         return 1 / counts[self.slot_rows].float(), int((counts > 0).sum())
 
     def without_slots(self) -> "PackedBatch":
-        """The same rows, nothing trained: what a process does in a step that has no pack for it."""
-        none = slice(0, 0)
-        return replace(
-            self,
-            slots=self.slots[none],
-            slot_rows=self.slot_rows[none],
-            valid=self.valid[:, none],
-            last=self.last[none],
-        )
+        """The same rows, nothing trained: for a process in a step that has no pack for it."""
+        slots, rows, last = self.slots[:0], self.slot_rows[:0], self.last[:0]
+        return replace(self, slots=slots, slot_rows=rows, last=last, valid=self.valid[:, :0])
 
     def pin_memory(self) -> "PackedBatch":
         """Copy into page-locked memory."""
-        pinned: dict[str, Any] = {k: v.pin_memory() for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **pinned)
+        return self._map(Tensor.pin_memory)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Copy to a device."""
-        moved: dict[str, Any] = {
-            k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)
-        }
-        return replace(self, **moved)
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "PackedBatch":
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})  # type: ignore[arg-type]
 
 
 def valid_steps(loss_mask: Tensor, num_steps: int) -> Tensor:
-    """Which (step, position) pairs serving drafts: loss_mask[p+1] and … and loss_mask[p+2+i].
+    """The (step, position) pairs that serving drafts: loss_mask[p+1] and … and loss_mask[p+2+i].
 
     Args:
         loss_mask: [T] bool of one row; a run of True is one turn.
@@ -125,8 +119,8 @@ def pack_rows(rows: list[HiddenStateRow], num_steps: int) -> PackedBatch:
         labelling = row.last_positions > 0
         if not torch.equal(row.last_positions[labelling], kept + 1):
             raise ValueError(
-                f"row {row.sample_id}: last hidden states must stand at the {len(kept)} positions that its loss mask trains, "
-                f"found {int(labelling.sum())}; extract its shard again"
+                f"row {row.sample_id}: last hidden states must be at the {len(kept)} positions that its loss mask "
+                f"trains, found {int(labelling.sum())}; extract its shard again"
             )
         slots.append(kept + start)
         slot_rows.append(torch.full_like(kept, number))

@@ -1,9 +1,8 @@
-"""Resumable checkpoints: one safetensors file, atomic, nothing pickled, nothing that can be made again.
+"""Resumable checkpoints: one safetensors file, written atomically, nothing pickled.
 
-It holds the trained weights and optimizer state in their own precision, the best weights so far, the metrics so far and the step.
-The data position is the step (plan.py is a pure function of data and settings) and no random number is drawn after the
-initialisation, so there is no generator state to keep: a run that goes on from it ends with the same weights, bit for bit on a
-CPU. Frozen tensors are not in it.
+It holds the trained weights and optimizer state in their own precision, the best weights so far, the metrics so far and the
+step; no frozen tensors. The step is the data position (schedule.py is a pure function of data and settings), and no random
+number is drawn after the initialisation: a run that resumes ends with the same weights, bit for bit on a CPU.
 """
 
 import json
@@ -23,8 +22,11 @@ CHECKPOINT_NAME = "checkpoint.safetensors"
 
 @dataclass(frozen=True)
 class Progress:
-    """step: optimizer steps done. best: trained weights of the best validation so far, on the CPU, {} before the first.
-    best_length: its acceptance length. metrics: content of the metrics file."""
+    """How far a run is.
+
+    step: optimizer steps done. best: trained weights of the best validation so far, on the CPU, {} before the first.
+    best_length: its acceptance length. metrics: content of the metrics file.
+    """
 
     step: int
     best: dict[str, Tensor]
@@ -44,10 +46,10 @@ def save_checkpoint(
     progress: Progress,
     plan_digest: str,
 ) -> None:
-    """Write everything, whole or not at all.
+    """Write everything, atomically.
 
     Args:
-        plan_digest: identity of data and settings; `load_checkpoint` refuses another one.
+        plan_digest: Schedule.digest; `load_checkpoint` refuses another one.
 
     Raises:
         OSError: if there is no room for it.
@@ -74,7 +76,7 @@ def save_checkpoint(
                 os.fsync(f.fileno())
     except (OSError, SafetensorError) as e:
         raise OSError(
-            f"{path} could not be written ({e}); make room on the disk and run again, the checkpoint before is sound"
+            f"{path} could not be written ({e}); make room on the disk and run again, the last checkpoint is sound"
         ) from e
 
 
@@ -84,7 +86,7 @@ def load_checkpoint(
     """Restore weights and optimizer state in place.
 
     Raises:
-        ValueError: if the file is not whole, or belongs to other data or settings.
+        ValueError: if the file is damaged, or belongs to other data or settings.
     """
     parameters = dict(draft.named_parameters())
     best: dict[str, Tensor] = {}
@@ -92,7 +94,7 @@ def load_checkpoint(
         with safe_open(path, framework="pt") as f:
             metadata = f.metadata() or {}
             if metadata.get("plan_digest") != plan_digest:
-                raise ValueError(f"{path} belongs to other data or settings; remove it to start afresh")
+                raise ValueError(f"{path} belongs to other data or settings; remove it to start again")
             metrics = bytes(f.get_tensor("metrics").numpy())
             for key in f.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 kind, _, name = key.partition("/")
@@ -103,9 +105,8 @@ def load_checkpoint(
                         parameters[name].copy_(f.get_tensor(key))
                 elif kind in optimizers:
                     name, slot = name.rsplit("/", 1)
-                    optimizers[kind].state[parameters[name]][slot] = f.get_tensor(key).to(
-                        parameters[name].device
-                    )
+                    parameter = parameters[name]
+                    optimizers[kind].state[parameter][slot] = f.get_tensor(key).to(parameter.device)
     except (SafetensorError, OSError) as e:
-        raise ValueError(f"{path} is not a whole checkpoint ({e}); remove it to start afresh") from e
+        raise ValueError(f"{path} is not a complete checkpoint ({e}); remove it to start again") from e
     return Progress(json.loads(metadata["step"]), best, json.loads(metadata["best_length"]), metrics)

@@ -20,9 +20,9 @@ def learning_rate_factor(step: int, total_steps: int, cfg: TrainConfig) -> float
 
 
 def make_optimizers(draft: nn.Module, cfg: TrainConfig) -> dict[str, torch.optim.Optimizer]:
-    """AdamW for everything, or Muon for the hidden matrices and AdamW for norms and head.
+    """AdamW for all parameters, or Muon for the hidden matrices and AdamW for norms and head.
 
-    Each parameter group carries its peak rate as `peak_lr`; `set_learning_rate` scales it.
+    Each parameter group has its peak rate as `peak_lr`; `set_learning_rate` scales it.
     """
     trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
     matrices = {name: p for name, p in trained.items() if p.dim() == 2 and "lm_head" not in name}

@@ -131,7 +131,7 @@ def test_a_pack_without_supervised_slots_is_empty_but_whole(masks: list[list[boo
 def test_a_missing_last_hidden_state_is_an_error() -> None:
     row = make_row("a", [False, True, True, True], 10)
     broken = HiddenStateRow("a", row.token_ids, row.loss_mask, row.aux, row.last[1:], row.last_positions[1:])
-    with pytest.raises(ValueError, match="row a: last hidden states must stand at the 2 positions"):
+    with pytest.raises(ValueError, match="row a: last hidden states must be at the 2 positions"):
         pack_rows([broken], 2)
 
 

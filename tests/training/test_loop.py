@@ -76,7 +76,7 @@ def test_a_cut_checkpoint_is_named(tmp_path: Path) -> None:
         train(make_job(inputs, tmp_path / "run"), should_stop=stop_after(2))
     path = tmp_path / "run" / "checkpoint.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="checkpoint.safetensors is not a whole checkpoint"):
+    with pytest.raises(ValueError, match="checkpoint.safetensors is not a complete checkpoint"):
         train(make_job(inputs, tmp_path / "run"))
 
 
