@@ -1,29 +1,32 @@
 """Acceptance counts, and the walk that predicts the engine's from one teacher-forced unroll, exactly.
 
-A chain of guesses is accepted up to its first miss, and up to there the draft's own guesses are the answer's tokens, so an
-unroll over the target's own greedy answer shows what serving would accept at every position. The walk takes the rounds that
-serving takes. Prompt token x, answer a b c E that ends at E, f g what the target would write after it, k = 3:
+A chain of guesses is accepted up to its first miss, and up to there the draft's own guesses are the answer's
+tokens, so an unroll over the target's own greedy answer shows what serving would accept at every position.
+The walk takes the rounds that serving takes. Prompt token x, answer a b c E that ends at E, f g what the
+target would write after it, k = 3:
 
     position         0       1        2        3        4       5   6
     token            x       a        b        c        E       f   g
     slot's labels    b c E   c E f    E f g    –        –       –   –
     round here       no      always   maybe    maybe    never: the answer has ended
 
-First token: a comes from the prompt's own pass and is no round. A round at t[m] reads slot m - 1, accepts its n leading hits
-(at most k) and emits n + 1 tokens; the next round is at t[m + n + 1] if that is before the answer's last token, whatever ended
-the answer (end token or max_tokens). With hits b, then E f g:
+First token: a comes from the prompt's own pass and is no round. A round at t[m] reads slot m - 1, accepts its
+n leading hits (at most k) and emits n + 1 tokens; the next round is at t[m + n + 1] if that is before the
+answer's last token, whatever ended the answer (end token or max_tokens). With hits b, then E f g:
 
     round at a:  guesses b x x   n = 1   emits b c
     round at c:  guesses E f g   n = 3   emits E: all three are counted, f and g although they are cut off
     rounds 2, accepted 4, by position 2 1 1
 
-So the labels of the last possible round reach k - 1 tokens past the end: give the walk an answer continued by that many tokens.
+So the labels of the last possible round reach k - 1 tokens past the end: give the walk an answer continued by
+that many tokens.
 
-The engine side (vLLM 0.32, v1/core/sched/scheduler.py): `update_from_output` counts a round's accepted guesses, then
-`_update_request_with_output` cuts them at the end token or max_tokens; no round is shortened to what max_tokens leaves, and one
-that async scheduling began for a finished request is not counted. Two things are outside the walk: near max_model_len rounds
-get fewer guesses (none do while prompt + max_tokens + 2k <= max_model_len), and a prompt of which the prefix cache holds all
-but one token has one extra round with nothing accepted (measure on prompts that the engine has not seen).
+The engine side (vLLM 0.32, v1/core/sched/scheduler.py): `update_from_output` counts a round's accepted
+guesses, then `_update_request_with_output` cuts them at the end token or max_tokens; no round is shortened to
+what max_tokens leaves, and one that async scheduling began for a finished request is not counted. Two things
+are outside the walk: near max_model_len rounds get fewer guesses (none do while prompt + max_tokens + 2k <=
+max_model_len), and a prompt of which the prefix cache holds all but one token has one extra round with
+nothing accepted (measure on prompts that the engine has not seen).
 """
 
 from dataclasses import dataclass
@@ -37,7 +40,7 @@ from eagle3.draft.loss import chunk_slots
 
 @dataclass(frozen=True)
 class AcceptanceCounts:
-    """Rounds of speculative decoding (target passes with guesses), and guesses accepted at each of the k positions."""
+    """Rounds (target passes with guesses), and the guesses accepted at each of the k positions."""
 
     rounds: int
     accepted_by_position: tuple[int, ...]
@@ -84,7 +87,9 @@ def guess(states: Tensor, head: Tensor, target_ids: Tensor) -> Tensor:
 
 
 def find_hits(guesses: Tensor, batch: PackedBatch) -> Tensor:
-    """[I, S] bool: the guess is the text's own token, on valid pairs; one outside the draft vocabulary is never hit."""
+    """[I, S] bool, True where a valid pair's guess is the text's token; never one outside the draft
+    vocabulary.
+    """
     return (guesses == batch.labels()) & batch.valid
 
 
@@ -92,8 +97,8 @@ def walk(hits: Tensor, first: int, last: int, k: int) -> AcceptanceCounts:
     """Walk one answer as the engine does.
 
     Args:
-        hits: [I, L] bool; hits[i, p]: the step-i guess of slot p is the token at p + 2 + i. Slots first - 1 … last - 2 are
-            read.
+        hits: [I, L] bool; hits[i, p]: the step-i guess of slot p is the token at p + 2 + i. Slots first - 1 …
+            last - 2 are read.
         first: position of the answer's first token, at least 1.
         last: position of the answer's last token (its end token, or the one that reached max_tokens).
         k: guesses per round, at most I.
@@ -106,8 +111,8 @@ def walk(hits: Tensor, first: int, last: int, k: int) -> AcceptanceCounts:
         raise ValueError(f"k must be 1 to the {num_steps} steps of the unroll, got {k}; unroll more steps")
     if not 1 <= first <= last <= length + 1:
         raise ValueError(
-            f"an answer at positions {first} to {last} needs a token before it and {last - 1} slots, got {length}; "
-            "unroll the whole answer"
+            f"an answer at positions {first} to {last} needs a token before it and {last - 1} slots, "
+            f"got {length}; unroll the whole answer"
         )
     leading = hits[:k].int().cumprod(0).sum(0).tolist()
     rounds, accepted, at = 0, [0] * k, first
@@ -123,8 +128,8 @@ def walk(hits: Tensor, first: int, last: int, k: int) -> AcceptanceCounts:
 def walk_batch(hits: Tensor, batch: PackedBatch) -> AcceptanceCounts:
     """Walk every answer of a pack, k = I.
 
-    Nothing is known past an answer's end, so guesses there count as misses; each answer's last round may lose some that the
-    engine would count. For exact counts use `walk` with continued answers.
+    Nothing is known past an answer's end, so guesses there count as misses; each answer's last round may lose
+    some that the engine would count. For exact counts use `walk` with continued answers.
 
     Args:
         hits: [I, S] bool on the batch's slots, False where not valid.

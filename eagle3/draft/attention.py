@@ -1,12 +1,14 @@
-"""Attention of the unroll: every slot sees its row's step-0 keys up to itself, and its own keys of the later steps.
+"""Attention of the unroll: a slot sees its row's step-0 keys up to itself, and its own keys of later steps.
 
-One softmax runs over the union. With O0 and L0 the output and log-sum-exp over the step-0 keys, e_j the own-key scores:
+One softmax runs over the union. With O0 and L0 the output and log-sum-exp over the step-0 keys, e_j the
+own-key scores:
 
     L = logaddexp(L0, e_1 … e_J)      O = exp(L0 - L) O0 + Σ_j exp(e_j - L) v_j
 
-so no mask of size T × (T · steps) ever exists. Only supervised slots have queries; step-0 keys are dense. `unroll_attention`
-has three exact forms: torch's flash kernels over blocks of queries (attention_cpu.py), FlexAttention for the step-0 part
-(CUDA; it has no backward on a CPU), and whole score matrices (the reference).
+so no mask of size T × (T · steps) ever exists. Only supervised slots have queries; step-0 keys are dense.
+`unroll_attention` has three exact forms: torch's flash kernels over blocks of queries (attention_cpu.py),
+FlexAttention for the step-0 part (CUDA; it has no backward on a CPU), and whole score matrices (the
+reference).
 """
 
 from collections.abc import Callable
@@ -26,10 +28,11 @@ FLEX_BLOCK = 128  # FlexAttention: queries and keys of one tile
 
 @dataclass(frozen=True)
 class VisibleKeys:
-    """Which step-0 keys the slots of a pack see; slot s sees its row's keys up to slots[s]. Worked out once for all steps.
+    """The step-0 keys that the slots of a pack see: slot s sees its row's keys up to slots[s].
 
-    slots: [S] int64 pack positions, ascending. row_starts: [R + 1] int64, row r is [row_starts[r], row_starts[r + 1]).
-    blocks: see attention_cpu.query_blocks, empty on a GPU. block_mask: FlexAttention's, None without slots or on a CPU.
+    slots: [S] int64 pack positions, ascending. row_starts: [R + 1] int64, row r is [row_starts[r],
+    row_starts[r + 1]). blocks: see attention_cpu.query_blocks, empty on a GPU. block_mask: FlexAttention's,
+    None without slots or on a CPU.
     """
 
     slots: Tensor
@@ -54,7 +57,8 @@ class VisibleKeys:
 class UnrollCache:
     """Keys and values of an unroll so far.
 
-    k0, v0: [T, G, D] of every pack position at step 0. own_k, own_v: [J, S, G, D] of the slots at steps 1 … J.
+    k0, v0: [T, G, D] of every pack position at step 0. own_k, own_v: [J, S, G, D] of the slots at steps 1 …
+    J.
     """
 
     def __init__(self, visible: VisibleKeys) -> None:
@@ -97,7 +101,7 @@ def unroll_attention(
 def flex_attention_form(
     q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: VisibleKeys
 ) -> Tensor:
-    """`unroll_attention` with FlexAttention over the step-0 keys; own keys are merged by log-sum-exp, in float32."""
+    """`unroll_attention` with FlexAttention over the step-0 keys; own keys are merged in float32."""
     num_slots, num_heads, size = q.shape
     groups = k0.shape[1]
     if not num_slots:  # keeps the graph whole, so that every parameter gets its zero gradient
@@ -130,8 +134,9 @@ def _flex() -> Callable[..., Any]:
 def flex_mask(slots: Tensor, row_starts: Tensor, num_keys: int) -> Any:
     """FlexAttention's BlockMask of a pack, from row bounds: no [S, T] mask is made to find the tiles.
 
-    A tile of queries sees a run of key tiles: from the one with its first slot's row start to the one with its last slot.
-    A tile is full, and needs no mask, when it is between the last slot's row start and the first slot.
+    A tile of queries sees a run of key tiles: from the one with its first slot's row start to the one with
+    its last slot. A tile is full, and needs no mask, when it is between the last slot's row start and the
+    first slot.
     """
     if not len(slots):
         return None
@@ -157,7 +162,7 @@ def flex_mask(slots: Tensor, row_starts: Tensor, num_keys: int) -> Any:
 
 
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """[Q, K] bool -> number of tiles [1, 1, Q] and their indices, those first, [1, 1, Q, K]; int32, for BlockMask."""
+    """[Q, K] bool -> number of tiles [1, 1, Q] and their indices first [1, 1, Q, K], int32, for BlockMask."""
     order = torch.argsort(tiles.to(torch.int32), dim=-1, descending=True, stable=True)
     return tiles.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
 
@@ -165,7 +170,7 @@ def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
 def dense_attention(
     q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: VisibleKeys
 ) -> Tensor:
-    """`unroll_attention` with whole [N, S, T + J] score matrices and autograd: the reference where a loop is too slow."""
+    """`unroll_attention` with whole [N, S, T + J] score matrices and autograd: the reference."""
     per_group = q.shape[1] // k0.shape[1]
     k0, v0, own_k, own_v = (x.repeat_interleave(per_group, -2) for x in (k0, v0, own_k, own_v))
     positions = torch.arange(len(k0), device=q.device)

@@ -1,7 +1,8 @@
-"""Attention of the unroll on a CPU: a flash kernel for each block of queries over their row's keys, own keys merged in.
+"""Attention of the unroll on a CPU: a flash kernel for each block of queries, own keys merged in.
 
-Exact in both directions: torch's CPU flash kernels give and take the log-sum-exp, so their backward runs with the merged O and
-L (attention.py). Inner layout: the heads of one key group are next to each other, [G, S · N/G, D].
+Exact in both directions: torch's CPU flash kernels give and take the log-sum-exp, so their backward runs with
+the merged O and L (attention.py). Inner layout: the heads of one key group are next to each other, [G, S ·
+N/G, D].
 """
 
 import torch

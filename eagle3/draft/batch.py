@@ -4,8 +4,9 @@
     A  aux layers      H  hidden size              M  positions with a last hidden state   R  rows
     V  target vocabulary      K  draft vocabulary  N  query heads   G  key/value heads     D  head size
 
-Slot p pairs token t[p+1] with the aux states of p; at TTT step i its label is t[p+2+i] (from 0). Four answer tokens a b c E after
-a prompt token x, loss mask 0 1 1 1 1, three steps; "." is never served and never trained:
+Slot p pairs token t[p+1] with the aux states of p; at TTT step i its label is t[p+2+i] (from 0). Four answer
+tokens a b c E after a prompt token x, loss mask 0 1 1 1 1, three steps; "." is never served and never
+trained:
 
     p      token p   mask[p]   token fed at steps 0 1 2   label at steps 0 1 2
     0      x         0         a b c                      b c E
@@ -16,6 +17,7 @@ a prompt token x, loss mask 0 1 1 1 1, three steps; "." is never served and neve
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +29,13 @@ from eagle3.shards.hidden_states import HiddenStateRow
 class PackedBatch:
     """Rows of one pack and the slots that are trained.
 
-    token_ids [T] int64; positions [T] int64, within the row; row_starts [R + 1] int64; aux [T, A, H];
-    slots [S] int64, pack positions p trained at step 0, ascending; slot_rows [S] int64, the row of each;
-    last [S, H], last hidden state at p + 1; valid [I, S] bool, True where slot s is trained at step i; sample_ids: R ids.
+    token_ids [T] int64; positions [T] int64, within the row; row_starts [R + 1] int64; aux [T, A, H]; slots
+    [S] int64, pack positions p trained at step 0, ascending; slot_rows [S] int64, the row of each; last [S,
+    H], last hidden state at p + 1; valid [I, S] bool, True where slot s is trained at step i; sample_ids: R
+    ids.
 
-    The state that labels slot s at step i, at position p + 1 + i, is last[s + i]: if (s, i) is valid, the i positions after p
-    are slots too.
+    The state that labels slot s at step i, at position p + 1 + i, is last[s + i]: if (s, i) is valid, the i
+    positions after p are slots too.
     """
 
     token_ids: Tensor
@@ -46,16 +49,18 @@ class PackedBatch:
     sample_ids: list[str]
 
     def fed_ids(self, step: int) -> Tensor:
-        """[S] int64: token fed at `step`, t[p + 1 + step]; clamped to the pack where the slot is not valid."""
+        """[S] int64: token fed at `step`, t[p + 1 + step]; clamped to the pack where a slot is not valid."""
         return self.token_ids[(self.slots + 1 + step).clamp(max=len(self.token_ids) - 1)]
 
     def labels(self) -> Tensor:
-        """[I, S] int64: target token ids that each step should guess, t[p + 2 + i]; undefined where not valid."""
+        """[I, S] int64: target token ids that the steps should guess, t[p + 2 + i]; undefined where not
+        valid.
+        """
         steps = torch.arange(len(self.valid), device=self.slots.device)[:, None]
         return self.token_ids[(self.slots + 2 + steps).clamp(max=len(self.token_ids) - 1)]
 
     def slot_weights(self, averaging: str) -> tuple[Tensor, int]:
-        """[S] float32 weight of every slot, and their sum: 1 each, or ("conversation") 1 a row, shared by its slots."""
+        """[S] float32 weights of the slots, and their sum: 1 each, or ("conversation") 1 a row, shared."""
         if averaging == "token":
             return torch.ones(len(self.slots), device=self.slots.device), len(self.slots)
         counts = torch.bincount(self.slot_rows, minlength=len(self.sample_ids))
@@ -76,7 +81,8 @@ class PackedBatch:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "PackedBatch":
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})  # type: ignore[arg-type]
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in tensors.items()}
+        return replace(self, **changed)
 
 
 def valid_steps(loss_mask: Tensor, num_steps: int) -> Tensor:
@@ -119,8 +125,8 @@ def pack_rows(rows: list[HiddenStateRow], num_steps: int) -> PackedBatch:
         labelling = row.last_positions > 0
         if not torch.equal(row.last_positions[labelling], kept + 1):
             raise ValueError(
-                f"row {row.sample_id}: last hidden states must be at the {len(kept)} positions that its loss mask "
-                f"trains, found {int(labelling.sum())}; extract its shard again"
+                f"row {row.sample_id}: last hidden states must be at the {len(kept)} positions that its loss "
+                f"mask trains, found {int(labelling.sum())}; extract its shard again"
             )
         slots.append(kept + start)
         slot_rows.append(torch.full_like(kept, number))

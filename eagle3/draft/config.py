@@ -20,9 +20,9 @@ LLAMA_KEYS = (
 class DraftConfig:
     """Shape and flags of a draft; `to_dict` is draft.json.
 
-    transformer_layer_config: Hugging Face config of the one layer, `model_type` llama or qwen3. draft_vocab_size: K.
-    target_hidden_size: H of the target. eagle_aux_hidden_state_layer_ids: A ids, ascending. target_architectures: as in
-    the target's config.json.
+    transformer_layer_config: Hugging Face config of the one layer, `model_type` llama or qwen3.
+    draft_vocab_size: K. target_hidden_size: H of the target. eagle_aux_hidden_state_layer_ids: A ids,
+    ascending. target_architectures: as in the target's config.json.
     """
 
     transformer_layer_config: dict[str, Any]
@@ -42,7 +42,7 @@ class DraftConfig:
     def from_target(
         cls, target: dict[str, Any], layer_ids: list[int], draft_vocab_size: int, cfg: TrainConfig
     ) -> "DraftConfig":
-        """Derive the draft from the target's config.json: same width, heads and RoPE, one layer, no biases, untied head."""
+        """Derive the draft from the target's config.json: its width, heads and RoPE, one layer, own head."""
         return cls(
             transformer_layer_config=layer_config(target),
             draft_vocab_size=draft_vocab_size,
@@ -77,6 +77,6 @@ def layer_config(target: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mlp_width(target: dict[str, Any]) -> int:
-    """Inner width of the draft's MLP: the target's, or that of all the experts that one token passes together."""
+    """Inner width of the draft's MLP: the target's, or that of one token's experts together."""
     width = int(target.get("moe_intermediate_size") or target["intermediate_size"])
     return width * int(target.get("num_experts_per_tok") or 1)

@@ -1,15 +1,16 @@
-"""Reference drafting: the recurrence that vLLM runs, slow and plain, and speculative decoding with it in plain torch.
+"""Reference drafting: the recurrence that vLLM runs, and speculative decoding with it, in plain torch.
 
-It shares no code with `model.py` on purpose: training is tested against this file, this file against the engine. Of tokens
-t[0..m] the target just sampled t[m]; aux states a[p] are known for p = 0 … m-1; the draft guesses d[1], d[2], … for t[m+1], …:
+It shares no code with `model.py` on purpose: training is tested against this file, this file against the
+engine. Of tokens t[0..m] the target just sampled t[m]; aux states a[p] are known for p = 0 … m-1; the draft
+guesses d[1], d[2], … for t[m+1], …:
 
     step   fed token   hidden input               RoPE position   guess
     0      t[p+1]      fc(a[p]), every p < m      p               d[1], from the last slot p = m-1
     1      d[1]        state of step 0            m               d[2]
     2      d[2]        state of step 1            m+1             d[3]
 
-The state fed back is the one before the final norm unless `norm_output`. Source: vllm/model_executor/models/llama_eagle3.py and
-vllm/v1/spec_decode/llm_base_proposer.py.
+The state fed back is the one before the final norm unless `norm_output`. Source:
+vllm/model_executor/models/llama_eagle3.py and vllm/v1/spec_decode/llm_base_proposer.py.
 """
 
 import json
@@ -28,7 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 @dataclass(frozen=True)
 class DraftState:
-    """A draft after one step. logits: [K] of the next guess. hidden: [1, H], fed back. keys, values: [P, G, D] so far."""
+    """After a step. logits: [K] of the next guess. hidden: [1, H], fed back. keys, values: [P, G, D]."""
 
     logits: Tensor
     hidden: Tensor
@@ -41,9 +42,11 @@ class ReferenceDraft:
 
     Args:
         config: content of config.json, or of draft.json: the keys read here are the same.
-        tensors: content of model.safetensors; `d2t` [K] is needed where the draft vocabulary is smaller than the target's.
+        tensors: content of model.safetensors; `d2t` [K] is needed where the draft vocabulary is smaller than
+            the target's.
         embedding: [V, H], the target's input embedding.
-        dtype: arithmetic dtype. Norms and softmax run in float32 or wider, RoPE angles in float32, as in the engine.
+        dtype: arithmetic dtype. Norms and softmax run in float32 or wider, RoPE angles in float32, as in the
+            engine.
     """
 
     def __init__(
@@ -86,15 +89,15 @@ class ReferenceDraft:
         m = len(token_ids) - 1
         if m < 1 or aux.shape[:2] != (m, len(self.layer_ids)):
             raise ValueError(
-                f"{len(token_ids)} tokens need aux states [{m}, {len(self.layer_ids)}, H] and at least two tokens, "
-                f"got {list(aux.shape)}; give the states of all positions but the last"
+                f"{len(token_ids)} tokens need aux states [{m}, {len(self.layer_ids)}, H] and at least two "
+                f"tokens, got {list(aux.shape)}; give the states of all positions but the last"
             )
         hidden = self._combine(aux.to(self.dtype))
         return self._layer(torch.tensor(token_ids[1:]), hidden, torch.arange(m), None)
 
     @torch.no_grad()
     def step(self, state: DraftState, token_id: int) -> DraftState:
-        """One step further, fed the guess `token_id` (a target id); its RoPE position is the number of keys so far."""
+        """The next step, fed the guess `token_id` (a target id); its RoPE position is the number of keys."""
         return self._layer(torch.tensor([token_id]), state.hidden, torch.tensor([len(state.keys)]), state)
 
     def propose_logits(self, token_ids: list[int], aux: Tensor, fed: list[int] | None, k: int) -> Tensor:
@@ -102,7 +105,8 @@ class ReferenceDraft:
 
         Args:
             token_ids, aux: see `prefill`.
-            fed: target ids fed at steps 1 … k-1 (teacher forcing: t[m+1], t[m+2], …); None feeds the draft's own guesses.
+            fed: target ids fed at steps 1 … k-1 (teacher forcing: t[m+1], t[m+2], …); None feeds the draft's
+                own guesses.
             k: number of guesses.
 
         Returns:
@@ -197,12 +201,12 @@ def speculative_generate(
     k: int,
     eos_ids: Collection[int],
 ) -> tuple[list[int], int, list[int]]:
-    """Greedy speculative decoding: the same tokens as plain greedy decoding, and the counts that vLLM reports.
+    """Greedy speculative decoding: the tokens of plain greedy decoding, and the counts that vLLM reports.
 
-    The first token comes from the prompt's own pass. Every later pass is one round: the target reads its newest token and the
-    k guesses, keeps the guesses that equal its own argmax up to the first that does not, and adds one token of its own. A
-    round's accepted guesses are counted before the answer is cut at its end (vllm/v1/core/sched/scheduler.py,
-    update_from_output).
+    The first token comes from the prompt's own pass. Every later pass is one round: the target reads its
+    newest token and the k guesses, keeps the guesses that equal its own argmax up to the first that does not,
+    and adds one token of its own. A round's accepted guesses are counted before the answer is cut at its end
+    (vllm/v1/core/sched/scheduler.py, update_from_output).
 
     Args:
         target: causal language model with a key-value cache.
@@ -243,7 +247,7 @@ def speculative_generate(
 
 
 def _aux_states(output: Any, layer_ids: list[int]) -> Tensor:
-    """[n, A, H]: the residual stream after each aux layer; hidden_states[j] of transformers is the state after j layers."""
+    """[n, A, H]: the residual stream after each aux layer; hidden_states[j] is the one after j layers."""
     return torch.stack([output.hidden_states[j][0] for j in sorted(layer_ids)], dim=1)
 
 

@@ -1,7 +1,8 @@
 """The draft that training starts from: which one a name means, its files, and whether it fits the target.
 
-A name is a hub id, a directory, a URL that fsspec reads (s3://…), or runs/<run_name> of an earlier run on this machine. The
-fetched copy is in the Speculators format with nothing left to defaults. Only JSON and safetensors are read.
+A name is a hub id, a directory, a URL that fsspec reads (s3://…), or runs/<run_name> of an earlier run on
+this machine. The fetched copy is in the Speculators format with nothing left to defaults. Only JSON and
+safetensors are read.
 """
 
 import json
@@ -67,7 +68,8 @@ def fetch_initial(uri: str, digest: str, target: dict[str, Any], out_dir: str | 
         out_dir: made if absent.
 
     Raises:
-        ValueError: if the files are gone, have changed since, or are not an EAGLE-3 draft in the Speculators format.
+        ValueError: if the files are gone, have changed since, or are not an EAGLE-3 draft in the Speculators
+            format.
     """
     out = Path(out_dir)
     _copy_files(uri, digest, out, FILES)
@@ -102,7 +104,7 @@ def _completed(uri: str, copy: Path, target: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_initial(draft_dir: str | Path, target: dict[str, Any], layer_ids: list[int]) -> None:
-    """Refuse a draft that cannot be trained on these states for this target: settings first, then every tensor's shape.
+    """Refuse a draft that cannot be trained on these states for this target: settings, then tensors.
 
     Args:
         draft_dir: what `fetch_initial` made.
@@ -125,7 +127,8 @@ def check_settings(config: dict[str, Any], target: dict[str, Any], layer_ids: li
 def _refuse(faults: Iterable[str]) -> None:
     if found := "; ".join(faults):
         raise ValueError(
-            f"the draft of train.init_from does not fit: {found}; choose another draft, or none to start from scratch"
+            f"the draft of train.init_from does not fit: {found}; "
+            "choose another draft, or none to start from scratch"
         )
 
 
@@ -141,7 +144,8 @@ def _setting_faults(config: dict[str, Any], target: dict[str, Any], layer_ids: l
     layer = config["transformer_layer_config"]
     widths = (config["target_hidden_size"], layer["hidden_size"])
     if set(widths) != {target["hidden_size"]}:
-        yield f"its target and itself must have hidden_size {target['hidden_size']}, got {widths[0]} and {widths[1]}"
+        wanted = target["hidden_size"]
+        yield f"its target and itself must have hidden_size {wanted}, got {widths[0]} and {widths[1]}"
     if layer["vocab_size"] != target["vocab_size"]:
         yield f"its target must have vocab_size {target['vocab_size']}, got {layer['vocab_size']}"
     if layer["model_type"] not in LAYER_TYPES or layer["num_hidden_layers"] != 1:
@@ -166,7 +170,8 @@ def _tensor_faults(draft_dir: str | Path, config: dict[str, Any]) -> Iterator[st
         yield f"tensor {name} {list(stored[name])} does not belong to a draft of these settings"
     for name, shape in wanted.items():
         if name != "t2d" and stored.get(name) != shape:
-            yield f"tensor {name}: expected shape {list(shape)}, found {list(stored[name]) if name in stored else 'none'}"
+            found = list(stored[name]) if name in stored else "none"
+            yield f"tensor {name}: expected shape {list(shape)}, found {found}"
     if "d2t" in stored and stored["d2t"] == (config["draft_vocab_size"],):
         target_ids = read_target_ids(draft_dir, config["draft_vocab_size"])
         last = config["transformer_layer_config"]["vocab_size"] - 1
@@ -185,8 +190,9 @@ def _uri_of(init_from: str) -> str:
         return str(path.resolve())
     if kind == "path" or init_from.startswith("runs/"):
         raise ValueError(
-            f"train.init_from {init_from}: no such directory on this machine; correct it, and in a remote run give "
-            "a hub id like org/draft or a URL like s3://bucket/draft: a pod cannot read directories of your machine"
+            f"train.init_from {init_from}: no such directory on this machine; correct it, in a remote run "
+            "give a hub id like org/draft or a URL like s3://bucket/draft: a pod cannot read directories "
+            "of your machine"
         )
     return init_from
 
@@ -217,5 +223,6 @@ def _naming_missing(uri: str, name: str) -> Iterator[None]:
         yield
     except FileNotFoundError as e:
         raise ValueError(
-            f"initial draft {redact(uri)} has no {name}; give a draft in the Speculators format, its weights in one file"
+            f"initial draft {redact(uri)} has no {name}; give a draft in the Speculators format, "
+            "its weights in one file"
         ) from e

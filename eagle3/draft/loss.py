@@ -1,15 +1,17 @@
-"""Losses between the target's next-token distribution and the draft's, over the draft vocabulary, in chunks of slots.
+"""Losses between the target's next-token distribution and the draft's, over the draft vocabulary.
 
-With p the target's distribution of a (slot, step) pair, restricted to the draft vocabulary and renormalised, q the draft's, and
-p' = p · coverage the target's before renormalising:
+With p the target's distribution of a (slot, step) pair, restricted to the draft vocabulary and renormalised,
+q the draft's, and p' = p · coverage the target's before renormalising:
 
-    kl         KL(p, q)                                                 gradient of the logits  q - p
-    lk_hybrid  λ KL(p, q) + (1 - λ) (1 - α),  α = Σ min(p', q)           λ (q - p) + (1 - λ) q (Σ q g - g),  g = [q < p']
+    kl         KL(p, q)                          gradient of the logits  q - p
+    lk_hybrid  λ KL(p, q) + (1 - λ) (1 - α)                              λ (q - p) + (1 - λ) q (Σ q g - g)
+               α = Σ min(p', q)                                          g = [q < p']
 
-α is the probability that speculative sampling accepts the draft's token, 1 - α the total variation, λ = exp(-η α) a constant of
-each pair. The gradient of the head input (and of a trained head) is formed in the same pass, so no [slots, K] tensor outlives its
-chunk, and the target's softmax of a position is made once for all steps: slot s at step i is labelled by last[s + i]
-(batch.PackedBatch). Tokens outside the draft vocabulary are misses in every accuracy (acceptance.find_hits).
+α is the probability that speculative sampling accepts the draft's token, 1 - α the total variation, λ =
+exp(-η α) a constant of each pair. The gradient of the head input (and of a trained head) is formed in the
+same pass, so no [slots, K] tensor outlives its chunk, and the target's softmax of a position is made once for
+all steps: slot s at step i is labelled by last[s + i] (batch.PackedBatch). Tokens outside the draft
+vocabulary are misses in every accuracy (acceptance.find_hits).
 """
 
 from dataclasses import dataclass
@@ -22,8 +24,8 @@ from torch.nn import functional as F
 from eagle3.draft.batch import PackedBatch
 from eagle3.targets.weights import TargetTensors
 
-# Logits that exist at once in each of the four buffers of a chunk: 16 MiB in float32 on a CPU, where larger ones gain nothing;
-# 256 MiB on a GPU, to keep it busy.
+# Logits that exist at once in each of the four buffers of a chunk: 16 MiB in float32 on a CPU, where larger
+# ones gain nothing; 256 MiB on a GPU, to keep it busy.
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
@@ -31,8 +33,8 @@ CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 class TargetHead:
     """The frozen side of the loss.
 
-    norm_weight: [H] gain of the final norm. rows: [K, H] head rows of the draft vocabulary. target_ids: [K] int64, its
-    target ids. head: [V, H]. All but the ids are in the compute dtype.
+    norm_weight: [H] gain of the final norm. rows: [K, H] head rows of the draft vocabulary. target_ids: [K]
+    int64, its target ids. head: [V, H]. All but the ids are in the compute dtype.
     """
 
     norm_weight: Tensor
@@ -56,8 +58,12 @@ class TargetHead:
 
 @dataclass(frozen=True)
 class UnrollLoss:
-    """loss: [] weighted sum over pairs, at least float32, with gradient. per_step: [I] sum over each step's valid slots, without
-    weights and gradient. argmax: [I, S] int64, the draft's first choices as target token ids."""
+    """The loss of a pack.
+
+    loss: [] weighted sum over pairs, at least float32, with gradient. per_step: [I] sum over each step's
+    valid slots, without weights and gradient. argmax: [I, S] int64, the draft's first choices as target token
+    ids.
+    """
 
     loss: Tensor
     per_step: Tensor
@@ -121,8 +127,11 @@ def coverage(last: Tensor, target: TargetHead) -> Tensor:
 
 @dataclass(frozen=True)
 class _Labels:
-    """What gets no gradient. last: [S, H] normed last hidden states. rows: [K, H] of the target's head. covered: [S], None for kl.
-    valid: [I, S]. weights: [I, S]. lk_eta: η."""
+    """The inputs without gradient.
+
+    last: [S, H] normed last hidden states. rows: [K, H] of the target's head. covered: [S], None for kl.
+    valid, weights: [I, S].
+    """
 
     last: Tensor
     rows: Tensor
@@ -178,7 +187,9 @@ class HeadLoss(torch.autograd.Function):
         return loss, per_step, choice
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: FunctionCtx, grad: Tensor, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
         d_states, d_head = ctx.saved_tensors  # type: ignore[attr-defined]
         scaled = [None if d is None else d * grad.to(d.dtype) for d in (d_states, d_head)]
         return *scaled, None
@@ -187,7 +198,7 @@ class HeadLoss(torch.autograd.Function):
 def _add_gradients(
     grad: Tensor, x: Tensor, weights: Tensor, head: Tensor, d_x: Tensor | None, d_head: Tensor | None
 ) -> None:
-    """Set d_x [C, H] and add to d_head [K, H], from the gradient of the logits [C, K], weights [C] and x [C, H]."""
+    """Set d_x [C, H] and add to d_head [K, H]; grad [C, K] is that of the logits, weights [C], x [C, H]."""
     if d_x is not None:
         d_x.copy_((grad @ head) * weights[:, None])
     if d_head is not None:

@@ -1,10 +1,12 @@
-"""The draft: fc over the target's aux states, one decoder layer (Qwen3's for Qwen3 targets, else Llama's), norm, head.
+"""The draft: fc over the target's aux states, one decoder layer (Llama's or Qwen3's), norm, head.
 
-Parameter names are those of the exported checkpoint. The layer follows vLLM's `llama_eagle3.py` and `qwen3_eagle3.py`:
+Parameter names are those of the exported checkpoint. The layer follows vLLM's `llama_eagle3.py` and
+`qwen3_eagle3.py`:
 
-    g = fc(aux)                                     first step; later steps feed the state below back instead
-    e = RMS_in(embed); n = RMS_hidden(g); r = n if norm_before_residual else g
-    r = r + Attention([e; n]);  pre = r + MLP(RMS_post(r));  logits = lm_head(RMS_norm(pre));  fed back: pre, or its norm
+    g = fc(aux)                       first step; later steps feed the state below back instead
+    e = RMS_in(embed);  n = RMS_hidden(g);  r = n if norm_before_residual else g
+    r = r + Attention([e; n]);  pre = r + MLP(RMS_post(r));  logits = lm_head(RMS_norm(pre))
+    fed back: pre, or its norm
 """
 
 import logging
@@ -28,7 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 class RotaryTable(nn.Module):
-    """RoPE angles of a Hugging Face config, scaled kinds that do not depend on the length included; angles in float32."""
+    """RoPE of a Hugging Face config, scaled kinds included unless they depend on the length; angles in
+    float32.
+    """
 
     def __init__(self, layer: dict[str, Any]) -> None:
         super().__init__()
@@ -138,7 +142,7 @@ class DraftLayer(nn.Module):
 
 
 class Eagle3Draft(nn.Module):
-    """All tensors of a draft, and its unroll. The target's embedding is a buffer: used, never trained, never saved."""
+    """All tensors of a draft, and its unroll. The target's embedding is a buffer: not trained, not saved."""
 
     def __init__(self, config: DraftConfig, embedding: Tensor) -> None:
         super().__init__()
@@ -160,16 +164,17 @@ class Eagle3Draft(nn.Module):
     def forward(self, batch: PackedBatch, visible: VisibleKeys | None = None) -> Tensor:
         """The unroll (training-time test): I steps as serving runs them, on supervised slots only.
 
-        Step 0 gives every position a key and a value, and supervised slots a query. Step i feeds slot p the token
-        t[p + 1 + i] and its own state of step i - 1, at RoPE position p + i, and adds one key and value that only slot p sees.
+        Step 0 gives every position a key and a value, and supervised slots a query. Step i feeds slot p the
+        token t[p + 1 + i] and its own state of step i - 1, at RoPE position p + i, and adds one key and value
+        that only slot p sees.
 
         Args:
             batch: S supervised slots, I steps.
             visible: what the slots see, where the caller has worked it out from the pack on the CPU already.
 
         Returns:
-            [I, S, H] normed states: lm_head of entry [i, s] are the logits for batch.labels()[i, s]. Entries that are not
-            batch.valid are finite and meaningless.
+            [I, S, H] normed states: lm_head of entry [i, s] are the logits for batch.labels()[i, s]. Entries
+            that are not batch.valid are finite and meaningless.
         """
         layer, slots = self.layers[0], batch.slots
         cache = UnrollCache(visible or VisibleKeys.from_batch(batch, slots.device))
@@ -204,9 +209,10 @@ def init_draft(
 ) -> Eagle3Draft:
     """Build a draft ready to train.
 
-    Matrices are normal with the target's initializer_range, norms are ones, the head starts from the target's rows of the
-    draft vocabulary (cfg.head random: normal too). The last norm does not start from the target's, whose gain can be far
-    from one: on SmolLM2 a run that did began at 25 nats a step, one from ones at 12 (other settings differed too).
+    Matrices are normal with the target's initializer_range, norms are ones, the head starts from the target's
+    rows of the draft vocabulary (cfg.head random: normal too). The last norm does not start from the
+    target's, whose gain can be far from one: on SmolLM2 a run that did began at 25 nats a step, one from ones
+    at 12 (other settings differed too).
 
     Args:
         target_ids: [K] int64 target ids of the draft vocabulary.
@@ -225,7 +231,7 @@ def init_draft(
 
 
 def load_exported(export_dir: str | Path, embedding: Tensor) -> tuple[Eagle3Draft, Tensor]:
-    """Read a draft in the Speculators format back for the unroll or to train on, in float32 whatever it is stored in.
+    """Read a draft in the Speculators format, in float32 whatever it is stored in.
 
     Args:
         export_dir: directory that export.py or initial.py wrote: its config.json leaves nothing to defaults.

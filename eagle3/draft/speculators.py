@@ -1,4 +1,4 @@
-"""The Speculators format as a reader must take it: settings with their defaults filled in, tensors by name and shape."""
+"""The Speculators format: settings with their defaults filled in, tensors by name and shape."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-# What vLLM takes where a file is silent (transformers_utils/configs/speculators/algos.py). Speculators' own default of
-# norm_before_residual is False, but it always writes the flag; a file without it was made by hand, for vLLM.
+# What vLLM takes where a file is silent (transformers_utils/configs/speculators/algos.py). Speculators' own
+# default of norm_before_residual is False, but it always writes the flag; a file without it was made by hand,
+# for vLLM.
 FLAG_DEFAULTS = {
     "norm_before_residual": True,
     "norm_before_fc": False,
@@ -36,8 +37,9 @@ def complete_config(
         default_layer_ids: aux layers of a draft that names none.
 
     Returns:
-        The content with every flag, `draft_vocab_size`, `target_hidden_size`, ascending aux layer ids, a whole
-        `transformer_layer_config` of the installed transformers, reaching as far as the target, and the target's architectures.
+        The content with every flag, `draft_vocab_size`, `target_hidden_size`, ascending aux layer ids, a
+        whole `transformer_layer_config` of the installed transformers, reaching as far as the target, and the
+        target's architectures.
 
     Raises:
         ValueError: if it is not an EAGLE-3 draft in this format.
@@ -46,7 +48,8 @@ def complete_config(
     if content.get("speculators_model_type") != "eagle3" or not isinstance(layer, dict):
         raise ValueError(
             "config.json must have speculators_model_type 'eagle3' and a transformer_layer_config, got "
-            f"{content.get('speculators_model_type')!r} and {type(layer).__name__}; give a draft in the Speculators format"
+            f"{content.get('speculators_model_type')!r} and {type(layer).__name__}; give a draft in the "
+            "Speculators format"
         )
     for flag, default in FLAG_DEFAULTS.items():
         if not isinstance(content.get(flag, default), bool):
@@ -138,7 +141,8 @@ def read_shapes(draft_dir: str | Path) -> dict[str, tuple[int, ...]]:
     path = Path(draft_dir) / "model.safetensors"
     try:
         with safe_open(path, framework="pt") as f:
-            return {plain_name(name): tuple(f.get_slice(name).get_shape()) for name in f.keys()}  # noqa: SIM118
+            names = list(f.keys())
+            return {plain_name(name): tuple(f.get_slice(name).get_shape()) for name in names}
     except (OSError, SafetensorError) as e:
         raise ValueError(f"{path} is not a complete safetensors file ({e}); fetch the draft again") from e
 

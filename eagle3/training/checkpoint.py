@@ -1,8 +1,9 @@
 """Resumable checkpoints: one safetensors file, written atomically, nothing pickled.
 
-It holds the trained weights and optimizer state in their own precision, the best weights so far, the metrics so far and the
-step; no frozen tensors. The step is the data position (schedule.py is a pure function of data and settings), and no random
-number is drawn after the initialisation: a run that resumes ends with the same weights, bit for bit on a CPU.
+It holds the trained weights and optimizer state in their own precision, the best weights so far, the metrics
+so far and the step; no frozen tensors. The step is the data position (schedule.py is a pure function of data
+and settings), and no random number is drawn after the initialisation: a run that resumes ends with the same
+weights, bit for bit on a CPU.
 """
 
 import json
@@ -24,8 +25,8 @@ CHECKPOINT_NAME = "checkpoint.safetensors"
 class Progress:
     """How far a run is.
 
-    step: optimizer steps done. best: trained weights of the best validation so far, on the CPU, {} before the first.
-    best_length: its acceptance length. metrics: content of the metrics file.
+    step: optimizer steps done. best: trained weights of the best validation so far, on the CPU, {} before the
+    first. best_length: its acceptance length. metrics: content of the metrics file.
     """
 
     step: int
@@ -76,7 +77,8 @@ def save_checkpoint(
                 os.fsync(f.fileno())
     except (OSError, SafetensorError) as e:
         raise OSError(
-            f"{path} could not be written ({e}); make room on the disk and run again, the last checkpoint is sound"
+            f"{path} could not be written ({e}); make room on the disk and run again, "
+            "the last checkpoint is sound"
         ) from e
 
 

@@ -1,7 +1,8 @@
 """The processes that train together: which one this is, and the sums that all of them need.
 
-torchrun starts each process with RANK, WORLD_SIZE and LOCAL_RANK set; without them there is one process and nothing is
-exchanged. Tensors on a GPU are exchanged by NCCL, flags of the host by gloo, so that asking for a flag never waits for the GPU.
+torchrun starts each process with RANK, WORLD_SIZE and LOCAL_RANK set; without them there is one process and
+nothing is exchanged. Tensors on a GPU are exchanged by NCCL, flags of the host by gloo, so that asking for a
+flag never waits for the GPU.
 """
 
 import os
@@ -23,7 +24,7 @@ class DistContext:
     device: torch.device
 
     def sum_over_ranks(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sum each tensor over all processes, in one exchange; all are float64, with the same names and shapes everywhere."""
+        """Sum float64 tensors over all processes in one exchange; names and shapes are the same in all."""
         if self.size == 1:
             return sums
         packed = torch.cat([tensor.flatten() for tensor in sums.values()])

@@ -1,18 +1,17 @@
-"""Chunk files of the packs that are read: local ones are checked in place, remote ones are fetched a group at a time.
+"""Chunk files of the packs that are read: local ones are checked in place, remote ones fetched in groups.
 
-While the packs of one group of chunks (loader.Pack) are read, the chunks of the next are fetched, and those of the last
-are deleted: the disk holds two groups. Where the budget holds all chunks, none is deleted.
+While the packs of one group of chunks (loader.Pack) are read, the chunks of the next are fetched, and those
+of the last are deleted: the disk holds two groups. Where the budget holds all chunks, none is deleted.
 
-Remote chunk 7 is `chunk-0000007-<its sha256>.safetensors` in the cache directory. A later process that finds it there
-uses it and deletes other files of that form. Nothing else in the directory is touched.
+Remote chunk 7 is `chunk-0000007-<its sha256>.safetensors` in the cache directory. A later process that finds
+it there uses it and deletes other files of that form. Nothing else in the directory is touched.
 """
 
 import logging
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,9 +67,7 @@ class ChunkFiles:
         if self.cache_dir:
             self.cache_dir.mkdir(parents=True, exist_ok=True)
         elif any(chunk.is_remote for chunk in chunks):
-            raise ValueError(
-                "remote shards need a directory for the chunks in use, got none; pass cache_dir and cache_bytes"
-            )
+            raise ValueError("remote shards need a cache directory, got none; pass cache_dir and cache_bytes")
 
     def disk_bytes(self, numbers: Iterable[int]) -> int:
         """What these chunks take in the cache directory together, bytes."""
@@ -84,7 +81,9 @@ class ChunkFiles:
         return self.cache_dir / f"chunk-{number:07d}-{chunk.entry['sha256']}.safetensors"
 
     def delete_all_but(self, kept: Iterable[int]) -> None:
-        """Delete the cached chunks that are not in `kept`, and what earlier runs left; with room for all, only the latter."""
+        """Delete what earlier runs left and, without room for all chunks, the cached ones that are not in
+        `kept`.
+        """
         if self.cache_dir is None:
             return
         every = range(len(self.chunks))
@@ -155,21 +154,30 @@ class _StopBetweenBlocks(Callback):  # type: ignore[misc]
 
 
 class OpenChunks:
-    """The opened chunks of the group that is being read and of the next one.
+    """The opened chunks of the group that is being read and of the next one. Leaving the context ends all
+    fetching.
 
-    group: the group that is being read, None before the first. needs: chunk numbers of every group, in the order of their use.
+    group: the group that is being read, None before the first.
     """
 
-    def __init__(self, files: ChunkFiles, needs: dict[int, list[int]], pool: ThreadPoolExecutor) -> None:
+    def __init__(self, files: ChunkFiles, needs: dict[int, list[int]]) -> None:
+        """needs: chunk numbers of every group, in the order of their use."""
         self.files = files
         self.needs = needs
-        self.pool = pool
         self.group: int | None = None
-        self.stopped = threading.Event()
         self.opened: dict[int, Future[ChunkReader]] = {}
+        self.stopped = threading.Event()
+        self.pool = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="fetch-chunks")
+
+    def __enter__(self) -> "OpenChunks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stopped.set()
+        self.pool.shutdown(cancel_futures=True)
 
     def covers(self, group: int) -> bool:
-        """Whether the chunks of a group are open or on their way."""
+        """Whether the chunks of a group are open or being fetched."""
         return self.group is not None and group <= self.group + 1
 
     def enter(self, group: int) -> None:
@@ -193,15 +201,3 @@ class OpenChunks:
     def wait_for(self, number: int) -> ChunkReader:
         """The reader of a chunk of this group or the next; see `ChunkFiles.open` for what it raises."""
         return self.opened[number].result()
-
-
-@contextmanager
-def open_chunks(files: ChunkFiles, needs: dict[int, list[int]]) -> Iterator[OpenChunks]:
-    """Chunks to read packs from; the context ends all fetching, fetched chunks stay."""
-    pool = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="fetch-chunks")
-    chunks = OpenChunks(files, needs, pool)
-    try:
-        yield chunks
-    finally:
-        chunks.stopped.set()
-        pool.shutdown(cancel_futures=True)

@@ -1,8 +1,9 @@
-"""Training in processes of its own: one, or torchrun with one for each GPU. The caller waits and learns why they ended.
+"""Training in processes of its own: one, or torchrun with one for each GPU; why they ended.
 
-A trainer that is told to stop (SIGTERM, Ctrl-C) finishes its step, saves and ends with PREEMPTED_CODE. A permanent error, such
-as bad data, bad settings or too little memory, ends it with REFUSED_CODE and the message in refused-<rank>.txt. After a lost
-rank or store (message in failed-<rank>.txt), or a kill, another try may succeed.
+A trainer that is told to stop (SIGTERM, Ctrl-C) finishes its step, saves and ends with PREEMPTED_CODE. A
+permanent error, such as bad data, bad settings or too little memory, ends it with REFUSED_CODE and the
+message in refused-<rank>.txt. After a lost rank or store (message in failed-<rank>.txt), or a kill, another
+try may succeed.
 """
 
 import logging
@@ -36,10 +37,10 @@ class Preempted(TransientError):
 class TrainJob(BaseModel):
     """Everything a training process needs.
 
-    shard_dirs: hidden-state shards in order, local directories or fsspec URLs. vocab_path: vocab.safetensors. target_dir: the
-    target's files; embedding, final norm and head are read. layer_ids: aux layers of the shards, ascending. out_dir: gets
-    draft.safetensors, draft.json, metrics.jsonl; a run resumes from the checkpoint in it. init_dir: a draft in the
-    Speculators format to start from, "" for none.
+    shard_dirs: hidden-state shards in order, local directories or fsspec URLs. vocab_path: vocab.safetensors.
+    target_dir: the target's files; embedding, final norm and head are read. layer_ids: aux layers of the
+    shards, ascending. out_dir: gets draft.safetensors, draft.json, metrics.jsonl; a run resumes from the
+    checkpoint in it. init_dir: a draft in the Speculators format to start from, "" for none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -101,7 +102,8 @@ def raise_failure(code: int, received: set[int], out: Path) -> None:
     """
     if signal.SIGINT in received:
         raise KeyboardInterrupt
-    # Report refusals first: when one rank refuses, torchrun kills the others, so their exit codes are only consequences.
+    # Report refusals first: when one rank refuses, torchrun kills the others, so their exit codes are only
+    # consequences.
     refused = _messages(out, "refused")
     if (refused or code == REFUSED_CODE) and signal.SIGTERM not in received:
         raise ValueError(refused or "training cannot continue; the trainer's own message is above")
@@ -135,7 +137,7 @@ def _command(job_path: Path, num_processes: int) -> list[str]:
 
 
 def _environment(num_processes: int) -> dict[str, str]:
-    """The caller's, with eagle3 importable, the cores shared out, and the caller's pid: no one trains for a dead caller."""
+    """The caller's, with eagle3 importable, cores shared out, and the caller's pid for run.StopRequest."""
     root = str(Path(__file__).resolve().parents[2])
     added = {LAUNCHER_PID: str(os.getpid()), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S)}
     added["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -146,7 +148,7 @@ def _environment(num_processes: int) -> dict[str, str]:
 
 @contextmanager
 def _forwarding_signals(process: subprocess.Popen[bytes]) -> Iterator[set[int]]:
-    """Forward SIGTERM and SIGINT to the trainer, if this is the main thread; yields the set of those received."""
+    """Forward SIGTERM and SIGINT to the trainer, if this is the main thread; yields those received."""
     received: set[int] = set()
     if threading.current_thread() is not threading.main_thread():
         yield received

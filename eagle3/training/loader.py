@@ -1,4 +1,4 @@
-"""The rows of hidden-state shards, known from the manifests alone, and the reading of packs in a given order."""
+"""The rows of hidden-state shards, known from the manifests alone, and the reading of packs in order."""
 
 from collections import deque
 from collections.abc import Generator
@@ -11,7 +11,7 @@ from typing import Any
 from eagle3.draft.batch import PackedBatch, pack_rows
 from eagle3.files import is_remote, read_bytes
 from eagle3.shards.hidden_states import MANIFEST_NAME, HiddenStateRow, parse_manifest, read_manifest
-from eagle3.training.fetch import Chunk, ChunkFiles, OpenChunks, open_chunks
+from eagle3.training.fetch import Chunk, ChunkFiles, OpenChunks
 
 PACKS_AHEAD = 2
 MANIFEST_THREADS = 16
@@ -21,8 +21,8 @@ MANIFEST_THREADS = 16
 class Pack:
     """Rows that are trained together.
 
-    rows: row numbers, at least one. group: number of the group of chunks that holds the rows, counted over all epochs; the
-    last pack of a group may need chunks of the next too.
+    rows: row numbers, at least one. group: number of the group of chunks that holds the rows, counted over
+    all epochs; the last pack of a group may need chunks of the next too.
     """
 
     rows: list[int]
@@ -32,15 +32,17 @@ class Pack:
 class ShardRows:
     """The rows of several hidden-state shards, numbered in shard order.
 
-    lengths: tokens of every row. sample_ids: their ids. chunk_of: the number of each row's chunk, over all shards.
-    digests: the shards' own. supervised_tokens: over all shards. layer_ids: aux layers of each shard that names them.
+    lengths: tokens of every row. sample_ids: their ids. chunk_of: the number of each row's chunk, over all
+    shards. digests: the shards' own. supervised_tokens: over all shards. layer_ids: aux layers of each shard
+    that names them.
     """
 
     def __init__(self, shard_dirs: list[str], cache_dir: Path | None = None, cache_bytes: int = 0) -> None:
         """Read the manifests.
 
         Args:
-            shard_dirs: local directories, whose chunks are read in place, or fsspec URLs, whose chunks are fetched.
+            shard_dirs: local directories, whose chunks are read in place, or fsspec URLs, whose chunks are
+                fetched.
             cache_dir, cache_bytes: see ChunkFiles.
 
         Raises:
@@ -100,7 +102,7 @@ def _read_any_manifest(shard_dir: str) -> dict[str, Any]:
 
 
 def cut_row(row: HiddenStateRow, max_tokens: int) -> HiddenStateRow:
-    """Keep the first `max_tokens` tokens of a row. The last kept token's label is gone, so its last state goes too."""
+    """Keep the first `max_tokens` tokens of a row. The last one has no label, so no last state."""
     if len(row.token_ids) <= max_tokens:
         return row
     kept = row.last_positions < max_tokens - 1
@@ -147,7 +149,7 @@ def read_packs(
         pool = ThreadPoolExecutor(PACKS_AHEAD, thread_name_prefix="read-packs")
         stack.callback(pool.shutdown, cancel_futures=True)
         # Entered last, so it ends first: a pack that waits for its chunks ends with them.
-        chunks = stack.enter_context(open_chunks(rows.files, rows.chunks_of(packs)))
+        chunks = stack.enter_context(OpenChunks(rows.files, rows.chunks_of(packs)))
         for pack in packs:
             while ahead and (len(ahead) > PACKS_AHEAD or not chunks.covers(pack.group)):
                 yield take()

@@ -1,6 +1,7 @@
 """The training run: shards and vocabulary in, draft out; resumes from its own checkpoint.
 
-make the schedule -> for every step: read its packs, train_step, log, validate, keep the best, checkpoint -> draft.safetensors
+make the schedule -> for every step: read its packs, train_step, log, validate, keep the best, checkpoint
+-> draft.safetensors
 """
 
 import json
@@ -60,7 +61,8 @@ def train(
     Raises:
         Preempted: when should_stop returned True; a checkpoint has been saved.
         ValueError: on shards, vocabulary, target and initial draft that do not fit together.
-        FloatingPointError: on a non-finite loss or gradient, before it reaches a checkpoint; names the conversations.
+        FloatingPointError: on a non-finite loss or gradient, before it reaches a checkpoint; names the
+            conversations.
     """
     cfg, out = job.cfg, Path(job.out_dir)
     cache_dir = out / f"chunks-{dist.rank}"  # stays when killed: the next attempt uses what was fetched
@@ -69,14 +71,15 @@ def train(
     for found in rows.layer_ids:
         if found != job.layer_ids:
             raise ValueError(
-                f"the shards hold aux layers {found}, the job wants {job.layer_ids}; extract those or train on these"
+                f"the shards hold aux layers {found}, the job wants {job.layer_ids}; "
+                "extract those or train on these"
             )
     dtype = compute_dtype(cfg, dist.device)
     vocab, target = load_vocab(job.vocab_path), load_target_tensors(job.target_dir, dtype)
     if len(vocab.t2d) != len(target.head):
         raise ValueError(
-            f"{job.vocab_path} is for a target of {len(vocab.t2d)} tokens, {job.target_dir} has {len(target.head)}; "
-            "make it again"
+            f"{job.vocab_path} is for a target of {len(vocab.t2d)} tokens, {job.target_dir} has "
+            f"{len(target.head)}; make it again"
         )
     draft = make_draft(job, target, vocab.target_ids).to(dist.device)
     head = TargetHead.from_target(target, vocab.target_ids, dist.device)
@@ -120,7 +123,9 @@ def identity_of(job: TrainJob, draft: Eagle3Draft, vocab: Vocab) -> str:
 
 
 class TrainingRun:
-    """A run at some step: weights, optimizers, progress and log, from the checkpoint in `out` where there is one."""
+    """A run at some step: weights, optimizers, progress and log, from the checkpoint in `out` if there is
+    one.
+    """
 
     def __init__(self, trainer: Trainer, schedule: Schedule, rows: ShardRows, out: Path) -> None:
         self.trainer, self.cfg, self.dist = trainer, trainer.cfg, trainer.dist
@@ -161,8 +166,8 @@ class TrainingRun:
                 self.take_step(*next(packs_of_steps))
         if done < total and not self.log.num_supervised:
             raise ValueError(
-                f"no row has two supervised tokens in a row within train.pack_tokens {self.cfg.pack_tokens}, so nothing "
-                "was learnt; raise it, or look at the loss masks"
+                "no row has two supervised tokens in a row within train.pack_tokens "
+                f"{self.cfg.pack_tokens}, so nothing was learnt; raise it, or look at the loss masks"
             )
         if self.dist.rank == 0:
             write_draft(self.draft, self.progress.best if self.cfg.keep == "best" else {}, self.out)
@@ -209,14 +214,14 @@ class TrainingRun:
             self.save()
 
     def _check_fits(self, batch: PackedBatch) -> None:
-        """Refuse states of another target: on a GPU a wrong size or token would end the process without a message."""
+        """Refuse another target's states: on a GPU a wrong token ends the process without a message."""
         config, num_tokens = self.draft.config, len(self.draft.get_buffer("embedding"))
         wanted = (len(config.eagle_aux_hidden_state_layer_ids), config.target_hidden_size)
         shape, largest = tuple(batch.aux.shape[1:]), int(batch.token_ids.max())
         if shape != wanted or largest >= num_tokens:
             raise ValueError(
-                f"states of {shape} (aux layers, hidden size) and token ids up to {largest} do not fit a draft of {wanted} "
-                f"and {num_tokens} tokens; rows {batch.sample_ids[0]} … are another target's"
+                f"states of {shape} (aux layers, hidden size) and token ids up to {largest} do not fit a "
+                f"draft of {wanted} and {num_tokens} tokens; rows {batch.sample_ids[0]} … are another target's"
             )
 
     def validate(self) -> dict[str, Any]:
@@ -247,9 +252,10 @@ def _show(bar: "tqdm[Any]", line: dict[str, Any]) -> None:
 def step_batches(
     rows: ShardRows, schedule: Schedule, done: int, trainer: Trainer
 ) -> Generator[tuple[list[PackedBatch], float]]:
-    """The parts of this process's packs of every step from `done` on, and the seconds that it waited for them.
+    """The parts of this process's packs of every step from `done` on, and the seconds that they took to come.
 
-    A step that has no pack for this process gets its first without the slots: every process takes part in every step.
+    A step that has no pack for this process gets its first without the slots: every process takes part in
+    every step.
     """
     dist, cfg = trainer.dist, trainer.cfg
     part_tokens = PART_TOKENS.get(dist.device.type, cfg.pack_tokens)
@@ -270,7 +276,7 @@ def step_batches(
 
 
 def write_draft(draft: Eagle3Draft, best: dict[str, Tensor], out: Path) -> None:
-    """Write draft.safetensors (every parameter, float32, those in `best` from there) and draft.json, each atomically."""
+    """Write draft.safetensors (every parameter in float32, from `best` where it has it) and draft.json."""
     tensors = {name: p.detach().cpu().contiguous() for name, p in draft.named_parameters()} | best
     with atomic_path(out / DRAFT_WEIGHTS) as part:
         save_file(tensors, part)

@@ -1,7 +1,7 @@
-"""The metrics of a training run: one JSON line a step, with rates, memory and time left every FLUSH_EVERY steps.
+"""The metrics of a training run: one JSON line a step.
 
-Tensors are read back at these flushes only, so that no step waits for a metric. A loss that is not finite is found then, at the
-latest before the next checkpoint, so it never gets into one.
+Tensors are read back every FLUSH_EVERY steps only, so that no step waits for a metric. A loss that is not
+finite is found then, at the latest before the next checkpoint, so it never gets into one.
 """
 
 import json
@@ -19,9 +19,10 @@ FLUSH_EVERY = 10
 
 
 class MetricLog:
-    """Appends one JSON object a line: the step and what is given to `log_step`, at flushes also rates, memory and time left.
+    """Appends one JSON object a line: step and given values, at flushes also rates, memory and time left.
 
-    on_flush is called with the newest line, for a progress bar. num_supervised: slots that this process has logged.
+    on_flush is called with the newest line, for a progress bar. num_supervised: slots that this process has
+    logged.
     """
 
     def __init__(self, path: Path | None, total_steps: int, done_steps: int, so_far: bytes = b"") -> None:
@@ -49,11 +50,12 @@ class MetricLog:
         return len(self.pending) + 1 >= FLUSH_EVERY or step == self.total_steps
 
     def log_step(self, step: int, rows: list[str], **values: Any) -> None:
-        """Queue the values of optimizer step `step` (from 1); tensors stay on their device until the next flush.
+        """Queue the values of step `step` (from 1); tensors stay on their device until the next flush.
 
         Args:
             rows: sample ids that this process trained on in the step.
-            values: loss and gradient_norm of the step, own_loss of this process, tokens, supervised, wait_s, and any others.
+            values: loss and gradient_norm of the step, own_loss of this process, tokens, supervised, wait_s,
+                and any others.
         """
         due = self.is_due(step)
         self.pending.append({"step": step, **values})

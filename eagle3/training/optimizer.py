@@ -9,7 +9,7 @@ from eagle3.config.training import TrainConfig
 
 
 def learning_rate_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
-    """Share of the peak learning rate at `step` (from 0): linear warm-up, then the schedule, zero after the last step."""
+    """Share of the peak rate at `step` (from 0): linear warm-up, then cfg.schedule."""
     warmup = max(1, round(total_steps * cfg.warmup_share))
     if step < warmup:
         return (step + 1) / warmup

@@ -1,4 +1,4 @@
-"""One training process: `python -m eagle3.training.run job.json`, alone or started by torchrun; launch.py says how it ends."""
+"""One training process: `python -m eagle3.training.run job.json`, alone or by torchrun. See launch.py."""
 
 import logging
 import os
@@ -54,7 +54,7 @@ def _is_alive(pid: int) -> bool:
 
 @contextmanager
 def only_trainer(out: Path, stop: StopRequest) -> Iterator[None]:
-    """Wait until no other trainer writes into the directory: after a kill of its caller one may still be saving.
+    """Wait until no other trainer writes into the directory: one whose caller was killed may still save.
 
     Raises:
         Preempted: if told to stop meanwhile.
@@ -101,7 +101,9 @@ def main(job_path: str) -> int:
 
 
 def _message(error: Exception) -> str:
-    """What the caller reads: our own messages unchanged, others with their class, and a remedy where memory is short."""
+    """What the caller reads: our own messages unchanged, others with their class, a remedy if memory is
+    short.
+    """
     is_ours = isinstance(error, ValueError | FloatingPointError | OSError)
     text = str(error) if is_ours else f"{type(error).__name__}: {error}"
     if is_out_of_memory(error):

@@ -1,8 +1,9 @@
-"""What is trained in which step, from row lengths and settings alone: packs of whole rows, and when to validate.
+"""What is trained in which step, from row lengths and settings alone.
 
-The order is a pure function of row lengths, chunks, seed, epoch and `shuffle_chunks`: a resumed run sees the packs that it
-would have seen, with any number of processes. Chunks are shuffled and taken a group at a time, the rows of a group are
-shuffled together, and packs take the longest fitting row of a window. Only the last pack of a group continues in the next.
+The order is a pure function of row lengths, chunks, seed, epoch and `shuffle_chunks`: a resumed run sees the
+packs that it would have seen, with any number of processes. Chunks are shuffled and taken a group at a time,
+the rows of a group are shuffled together, and packs take the longest fitting row of a window. Only the last
+pack of a group continues in the next.
 
 A step's packs are dealt out to the processes, and the sum over a step is that of all its packs.
 """
@@ -30,8 +31,8 @@ WINDOW_ROWS = 256
 class Schedule:
     """All optimizer steps of a run.
 
-    steps: packs of every step. validation: packs of rows that are never trained on. validate_after: steps, counted from 1,
-    after which they are judged. digest: identity of data and settings.
+    steps: packs of every step. validation: packs of rows that are never trained on. validate_after: steps,
+    counted from 1, after which they are judged. digest: identity of data and settings.
     """
 
     steps: list[list[Pack]]
@@ -96,8 +97,9 @@ def make_schedule(rows: ShardRows, cfg: TrainConfig, identity: str) -> Schedule:
 def choose_validation(sample_ids: list[str], num_rows: int) -> set[int]:
     """Choose the rows that validate, at most `num_rows`: those whose openings have the smallest hashes.
 
-    Rows whose ids have one opening (the part before the colon, if there is one) stay together, so that training never sees
-    the beginning of a conversation that validates. As the data grows, rows leave this choice but hardly ever join it.
+    Rows whose ids have one opening (the part before the colon, if there is one) stay together, so that
+    training never sees the beginning of a conversation that validates. As the data grows, rows leave this
+    choice but hardly ever join it.
     """
     openings: dict[str, list[int]] = {}
     for row, sample_id in enumerate(sample_ids):
@@ -142,7 +144,7 @@ def plan_packs(
         begun = open_pack or Pack([], group)
         first, *others = _fill(begun.rows, _shuffled(mixed, generator), lengths, pack_tokens)
         *full, last = [Pack(first, begun.group), *(Pack(pack, group) for pack in others)]
-        # The pack that two groups share comes between them: elsewhere it would keep the first one's chunks for longer.
+        # The pack that two groups share comes between them: elsewhere it would keep the first one's chunks.
         shared = [full.pop(0)] if open_pack and full else []
         packs += shared + _shuffled(full, generator)
         open_pack = last
@@ -154,7 +156,8 @@ def _shuffled(items: list[Any], generator: torch.Generator) -> list[Any]:
 
 
 def _fill(begun: list[int], rows: list[int], lengths: list[int], pack_tokens: int) -> list[list[int]]:
-    """Fill packs with the longest fitting of WINDOW_ROWS waiting rows; a new pack opens with the one that has waited longest.
+    """Fill packs with the longest fitting of WINDOW_ROWS waiting rows; the one that waited longest opens a
+    pack.
 
     Args:
         begun: rows of the pack to continue, may be none.
@@ -165,7 +168,8 @@ def _fill(begun: list[int], rows: list[int], lengths: list[int], pack_tokens: in
     """
     packs = [begun]
     room = pack_tokens - sum(min(lengths[row], pack_tokens) for row in begun)
-    # (tokens, minus the place in line, row), ascending: of the longest rows that fit, the last is the one that waited longest.
+    # (tokens, minus the place in line, row), ascending: of the longest rows that fit, the last is the one
+    # that waited longest.
     waiting: list[tuple[int, int, int]] = []
     line: deque[tuple[int, int, int]] = deque()
     taken: set[int] = set()

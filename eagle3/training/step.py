@@ -1,8 +1,9 @@
 """One optimizer step over the packs of all processes, and the acceptance of held-out packs.
 
-The loss of a step is the sum of step weight · slot weight · loss over every valid (slot, step) pair of all its packs, divided
-by the sum of the slot weights: a step is the same however its packs are dealt out. Gradients are summed first and divided last,
-so no process needs to know the others' packs beforehand; one without supervised slots adds zeros.
+The loss of a step is the sum of step weight · slot weight · loss over every valid (slot, step) pair of all
+its packs, divided by the sum of the slot weights: a step is the same however its packs are dealt out.
+Gradients are summed first and divided last, so no process needs to know the others' packs beforehand; one
+without supervised slots adds zeros.
 """
 
 from collections.abc import Iterable
@@ -24,8 +25,9 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.training.distributed import DistContext
 from eagle3.training.optimizer import make_optimizers
 
-# Tokens of a part: a pack is worked on in parts of whole rows, whose gradients add up. On a CPU larger parts cost more: 490
-# tokens per CPU-second with 4,096 or 8,192 tokens, 431 with 16,384, 392 with 32,768 (width 576, half supervised).
+# Tokens of a part: a pack is worked on in parts of whole rows, whose gradients add up. On a CPU larger parts
+# cost more: 490 tokens per CPU-second with 4,096 or 8,192 tokens, 431 with 16,384, 392 with 32,768 (width
+# 576, half supervised).
 PART_TOKENS = {"cpu": 4096}
 
 
@@ -60,7 +62,7 @@ class Objective(nn.Module):
 
 
 class Trainer:
-    """What every step works on. parallel: the objective, wrapped for data parallelism where there are several processes."""
+    """What every step works on. parallel: the objective, wrapped if there are several processes."""
 
     def __init__(self, objective: Objective, dist: DistContext, cfg: TrainConfig) -> None:
         self.objective = objective
@@ -76,9 +78,9 @@ class Trainer:
 class StepResult:
     """What came of a step, as tensors on the device.
 
-    Of the whole step: loss [] and gradient_norm []; loss_by_step and accuracy_by_step [I] over valid slots; label_coverage [],
-    share of step-0 labels inside the draft vocabulary; supervised and tokens, numbers of slots and tokens. Of this process:
-    own_loss [], and hits, [I, S] bool of each part.
+    Of the whole step: loss [] and gradient_norm []; loss_by_step and accuracy_by_step [I] over valid slots;
+    label_coverage [], share of step-0 labels inside the draft vocabulary; supervised and tokens, numbers of
+    slots and tokens. Of this process: own_loss [], and hits, [I, S] bool of each part.
     """
 
     loss: Tensor
@@ -132,7 +134,7 @@ def train_step(trainer: Trainer, batches: list[PackedBatch]) -> StepResult:
 
 
 def update_weights(trainer: Trainer, weight_sum: Tensor) -> Tensor:
-    """Divide the gradients by the sum of the step's slot weights, clip and apply them; returns their norm before clipping."""
+    """Divide the gradients by the step's sum of slot weights, clip and apply them; returns their norm."""
     trained = [p for p in trainer.objective.parameters() if p.requires_grad]
     gradients = [p.grad for p in trained if p.grad is not None]
     # Data parallelism has averaged over the processes.
@@ -170,10 +172,11 @@ def _no_sync(module: nn.Module) -> AbstractContextManager[None]:
 
 @torch.no_grad()
 def judge(trainer: Trainer, batches: Iterable[PackedBatch]) -> dict[str, Any]:
-    """Acceptance of held-out packs, dealt out over the processes, by the walk over the teacher-forced unroll, k = I.
+    """Acceptance of held-out packs by the walk over the teacher-forced unroll, over all processes, k = I.
 
     Returns:
-        validation_acceptance_length, validation_acceptance_by_position, and validation_coverage: the target's mean probability
+        validation_acceptance_length, validation_acceptance_by_position, and validation_coverage: the target's
+            mean probability
         mass inside the draft vocabulary.
     """
     objective, device = trainer.objective, trainer.dist.device

@@ -38,7 +38,7 @@ def test_a_budget_below_two_groups_is_refused_before_anything_is_fetched(
     message = f"two groups of chunks take {needed} bytes, .* is {needed - 1}; lower train.shuffle_chunks or"
     with pytest.raises(ValueError, match=message):
         rows.check_budget(packs)
-    with pytest.raises(ValueError, match="remote shards need a directory"):
+    with pytest.raises(ValueError, match="remote shards need a cache directory"):
         ShardRows(file_urls(shard_dirs))
     assert watch.urls == []
 
