@@ -1,8 +1,8 @@
 """Conversations to token ids and loss masks, by the tokenizer's own chat template.
 
-A row is a list of pieces (eagle3/data/template.py). Each begins where a generation prompt ends and is tokenized
-on its own, so that the tokens before an answer are exactly those that serving feeds: in the whole text the last
-characters of a generation prompt could merge with the first of the answer. Pieces of ChatML:
+A row is a list of pieces (eagle3/data/template.py). Each begins where a generation prompt ends and is
+tokenized on its own, so that the tokens before an answer are exactly those that serving feeds: in the whole
+text the last characters of a generation prompt could merge with the first of the answer. Pieces of ChatML:
 
     <s>user⏎Hi</s>⏎<s>assistant⏎ | Hello!</s>⏎<s>user⏎Bye</s>⏎<s>assistant⏎ | See you!</s>
                                    ^^^^^^^^^^ supervised                       ^^^^^^^^^^^^
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class EncodedRow(NamedTuple):
-    """T token ids and T flags, True on the model's tokens; num_cut: tokens over the limit; reason to drop it, or ""."""
+    """T token ids; T flags, True on the model's tokens; number of tokens cut off; why to drop it, or ""."""
 
     token_ids: list[int]
     loss_mask: list[bool]
@@ -47,10 +47,11 @@ def load_chat_tokenizer(tokenizer_dir: str | Path) -> "PreTrainedTokenizerBase":
         remedy = "choose a chat model or add chat_template.jinja"
         raise ValueError(f"{tokenizer_dir}: the tokenizer has no chat template; {remedy}")
     if not tokenizer.is_fast or _anchor(tokenizer) is None:
-        raise ValueError(
-            f"{tokenizer_dir}: the tokenizer cannot tokenize a text in pieces (it is slow, or changes the begin of "
-            "every text); choose a target with a tokenizer.json that does"
+        rule = (
+            "the tokenizer cannot tokenize a text in pieces (it is slow, or changes the begin of every text)"
         )
+        remedy = "choose a target with a tokenizer.json that does"
+        raise ValueError(f"{tokenizer_dir}: {rule}; {remedy}")
     return cast("PreTrainedTokenizerBase", tokenizer)
 
 
@@ -92,8 +93,9 @@ def encode_rows(
         max_tokens: longer rows are cut after the last answer that fits, else inside the first answer.
 
     Returns:
-        one for each row, in order. reason: empty_mask where a row with answers has no two supervised neighbours
-        (an answer's first token is never drafted), merged_pieces where the tokenizer merges pieces.
+        one for each row, in order. reason: empty_mask where a row with answers has no two supervised
+        neighbours (an answer's first token is never drafted), merged_pieces where the tokenizer merges
+        pieces.
     """
     anchor = _anchor(tokenizer) or ""
     # Serving tokenizes a row from its begin; the later pieces must not be tokenized as the begin of a text.
@@ -121,7 +123,7 @@ def encode_rows(
 def _piece_tokens(
     encoded: "BatchEncoding", index: int, anchor: str, piece: Piece
 ) -> tuple[list[int], int, bool]:
-    """Token ids of the piece at an index, how many of the first are the model's, and whether it was not merged.
+    """Token ids of a piece, how many of the first are the model's, and whether it was not merged.
 
     The piece was tokenized after the anchor, or after "" at the begin of a row; text 0 is the anchor alone.
     """

@@ -34,7 +34,7 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 class Message(TypedDict, total=False):
-    """One turn. role: system, user, assistant or tool. content is "" where an assistant turn has only tool calls.
+    """One turn. role: system, user, assistant or tool. content: "" where there are only tool calls.
 
     tool_calls: [{"id"?, "type": "function", "function": {"name": str, "arguments": dict}}].
     """
@@ -58,7 +58,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Pretokenized:
-    """A row of tokens. token_ids: T target token ids. loss_mask: T flags, True where the target wrote the token."""
+    """A row of T target token ids; loss_mask: T flags, True where the target wrote the token."""
 
     token_ids: list[int]
     loss_mask: list[bool]
@@ -187,7 +187,7 @@ def _read_turn(turn: Any, where: str) -> list[Message]:
 
 
 def _read_text(value: Any, where: str, objects_too: bool = False) -> str:
-    """Text, or the parts of a text joined by line breaks as vLLM does; objects as JSON where they are allowed."""
+    """Text, or the parts of a text joined by line breaks as in vLLM, or an object as JSON if allowed."""
     if value is None:
         return ""
     if isinstance(value, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):

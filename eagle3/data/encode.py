@@ -36,9 +36,9 @@ MAX_TOKENIZED_CHARS = 1 << 20  # in one call of the tokenizer, which needs some 
 class Task:
     """What to make of a source's rows.
 
-    source: name written into them. preset, thinking: as in SourceConfig. keep: `answers` for whole conversations;
-    `script` for what the target is asked first, with an all-False mask and the script of the rest; `last_prompt`
-    for what it is asked last, after the row's own history.
+    source: name written into them. preset, thinking: as in SourceConfig. keep: `answers` for whole
+    conversations; `script` for what the target is asked first, with an all-False mask and the script of the
+    rest; `last_prompt` for what it is asked last, after the row's own history.
     """
 
     source: str
@@ -51,9 +51,10 @@ class Task:
 class Outcome:
     """What became of one source row.
 
-    rows: its token rows; several where the template needs them; none if dropped, for `reason` and with `message`.
-    opening: key of the first user text: rows with one opening stay on one side of every split. content: digest of
-    the conversation. script: as in TokenRow. is_cut: tokens were left out to fit the limits. turns: user turns.
+    rows: its token rows; several where the template needs them; none if dropped, for `reason` and with
+    `message`. opening: key of the first user text: rows with one opening stay on one side of every split.
+    content: digest of the conversation. script: as in TokenRow. is_cut: tokens were left out to fit the
+    limits. turns: user turns.
     """
 
     where: str

@@ -1,7 +1,8 @@
 """Rows of files by path or URL: JSONL, JSON lists and Parquet, plain or compressed, in bounded memory.
 
-A row that cannot be read becomes a Record without a row, for the caller to count; a file that cannot be read is an error
-that names it. A file of which none of the first MAX_FAULTS rows can be read has another format: an error, too.
+A row that cannot be read becomes a Record without a row, for the caller to count; a file that cannot be read
+is an error that names it. A file of which none of the first MAX_FAULTS rows can be read has another format:
+an error, too.
 """
 
 import io
@@ -31,8 +32,8 @@ PARQUET_ROWS = 256
 class Record:
     """One row of a source, or why it cannot be read.
 
-    where: file, and line or row from 1, without directories. row: None where it cannot be read, for `reason` (a code to
-    count by) and with `message` (for people). size: its bytes, 0 if unknown.
+    where: file, and line or row from 1, without directories. row: None where it cannot be read, for `reason`
+    (a code to count by) and with `message` (for people). size: its bytes, 0 if unknown.
     """
 
     where: str
@@ -62,7 +63,8 @@ def read_file(uri: str, name: str) -> Iterator[Record]:
         name: of the file in records.
 
     Raises:
-        ValueError: if it cannot be opened, is cut off, or has no row that can be read; names `uri` and the remedy.
+        ValueError: if it cannot be opened, is cut off, or has no row that can be read; names `uri` and the
+            remedy.
     """
     kind = file_format(uri) or "jsonl"
     path = redact(uri)
@@ -149,10 +151,9 @@ def _read_json_list(file: Any, path: str, name: str) -> Iterator[Record]:
             left = len(buffer) - at
             more = text.read(max(BLOCK_SIZE, left)) if left < MAX_BUFFER_CHARS else ""
             if not more:
-                raise ValueError(
-                    f"{path}, row {number + 1}: not JSON ({getattr(e, 'msg', e)}), so the next rows cannot be found; "
-                    "correct it or write one JSON object on each line of a .jsonl file"
-                ) from e
+                rule = f"not JSON ({getattr(e, 'msg', e)}), so the next rows cannot be found"
+                remedy = "correct it or write one JSON object on each line of a .jsonl file"
+                raise ValueError(f"{path}, row {number + 1}: {rule}; {remedy}") from e
             buffer, at = buffer[at:] + more, 0
             continue
         number += 1

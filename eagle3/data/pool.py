@@ -1,7 +1,7 @@
 """Processes that encode the rows of long sources.
 
-Outcomes come back in the order of the rows, so results do not depend on the number of processes. They start after
-MAX_INLINE_ROWS rows, since each costs seconds of imports, which a fork server does once for all.
+Outcomes come back in the order of the rows, so results do not depend on the number of processes. They start
+after MAX_INLINE_ROWS rows, since each costs seconds of imports, which a fork server does once for all.
 """
 
 import multiprocessing

@@ -1,11 +1,12 @@
 """The prepare stage: source rows to token shards, published all together or not at all.
 
-Every source is read once and encoded in batches (eagle3/data/encode.py) into a staging directory; its shards move to the
-output directory when all counts are right. Memory holds one shard. Rows that cannot be used are dropped, counted by
-reason and reported; a source that cannot be read, or loses too many rows, is an error.
+Every source is read once and encoded in batches (eagle3/data/encode.py) into a staging directory; its shards
+move to the output directory when all counts are right. Memory holds one shard. Rows that cannot be used are
+dropped, counted by reason and reported; a source that cannot be read, or loses too many rows, is an error.
 
-Without weights each source fills shards of its own, so rows appended to one leave the others' shards as they are. With
-weights the source of each row is drawn by the seed; the mix ends when the source drawn has no row left.
+Without weights each source fills shards of its own, so rows appended to one leave the others' shards as they
+are. With weights the source of each row is drawn by the seed; the mix ends when the source drawn has no row
+left.
 """
 
 import logging
@@ -49,8 +50,9 @@ class PreparedFile:
 class PreparedFiles:
     """Training shards in order, those of tool tasks, the held-out prompts, and the report.
 
-    report: JSON-ready, without directories: total_statistics; sources {name: SourceTally.statistics}, heldout the
-    same; prompts {train, heldout} rows; samples [{sample_id, source, tokens, spans [[text, supervised], …]}].
+    report: JSON-ready, without directories: total_statistics; sources {name: SourceTally.statistics}, heldout
+    the same; prompts {train, heldout} rows; samples [{sample_id, source, tokens, spans [[text, supervised],
+    …]}].
     """
 
     shards: list[PreparedFile]
@@ -68,12 +70,14 @@ def prepare_shards(
         heldout: prompts for evaluation; only what the target is to answer is kept of each row.
         tokenizer_dir: the target's directory, with its chat template.
         cfg: data settings with the training sources; with pinned revisions the result is reproducible.
-        regenerate: rows of sources that agree hold what the target is asked first, with an all-False mask, and a
-            script of the rest; those that offer tools are tool tasks. Other rows are whole conversations.
+        regenerate: rows of sources that agree hold what the target is asked first, with an all-False mask,
+            and a script of the rest; those that offer tools are tool tasks. Other rows are whole
+            conversations.
         out_dir: gets shard-00000.parquet …, tool-tasks-00000.parquet … and heldout.parquet, all or none.
 
     Raises:
-        ValueError: on a source that cannot be read or loses too many rows, too few shards, or no held-out prompt.
+        ValueError: on a source that cannot be read or loses too many rows, too few shards, or no held-out
+            prompt.
     """
     tokenizer = load_chat_tokenizer(tokenizer_dir)
     names = check_sources(cfg.sources)
@@ -142,7 +146,7 @@ class _ShardFiles:
 def _read_heldout(
     encoder: RowEncoder, heldout: SourceConfig, cfg: DataConfig
 ) -> tuple[list[TokenRow], SourceTally, frozenset[str]]:
-    """The held-out prompts, their counts, and the keys to leave out of training, also those of data.excluded."""
+    """The held-out prompts, their counts, and the keys to leave out of training (also of data.excluded)."""
     excluded: set[str] = set()
 
     def read(source: SourceConfig) -> tuple[list[TokenRow], SourceTally]:
@@ -174,7 +178,7 @@ def _collect_keys(outcomes: Iterator[Outcome], keys: set[str]) -> Iterator[Outco
 def _training_rows(
     pool: EncoderPool, names: list[str], tallies: list[SourceTally], cfg: DataConfig, regenerate: bool
 ) -> Iterator[Iterator[TokenRow]]:
-    """The rows that are kept, counted in their sources' tallies: a stream a source, or with weights one of all."""
+    """The rows that are kept, counted in their sources' tallies: a stream a source, or one with weights."""
     seen: set[str] = set()
     streams = []
     for source, name, tally in zip(cfg.sources, names, tallies, strict=True):
@@ -235,11 +239,10 @@ def _check_dropped(source: SourceConfig, tally: SourceTally, cfg: DataConfig) ->
     num_dropped = tally.dropped.total()
     if num_dropped > cfg.max_dropped_share * tally.num_read:
         reasons = ", ".join(f"{reason} {rows}" for reason, rows in tally.dropped.most_common())
-        raise ValueError(
-            f"{redact(source_path(source))}: {num_dropped} of {tally.num_read} rows dropped ({reasons}), more "
-            f"than data.max_dropped_share = {cfg.max_dropped_share}; mend the source, raise "
-            f"data.max_prompt_tokens, or raise the share{tally.first_example()}"
-        )
+        rule = f"{num_dropped} of {tally.num_read} rows dropped ({reasons}), more than data.max_dropped_share"
+        remedy = "mend the source, raise data.max_prompt_tokens, or raise the share"
+        name = redact(source_path(source))
+        raise ValueError(f"{name}: {rule} = {cfg.max_dropped_share}; {remedy}{tally.first_example()}")
 
 
 def _check_training(cfg: DataConfig, tallies: list[SourceTally], num_shards: int) -> None:

@@ -1,7 +1,6 @@
 """Well-known data sets: their hub paths, and mappings of their rows to known formats.
 
-A mapping sees one row as `datasets` yields it; what is missing from the row raises KeyError, which the caller
-counts.
+A mapping gets one row as `datasets` yields it; a missing column raises KeyError, which the caller counts.
 """
 
 import ast
@@ -109,7 +108,7 @@ def _bfcl(row: Row) -> Row:
 
 
 def _json_schema(schema: Row) -> Row:
-    """The schema with JSON Schema's names of types, also in its parts; a property may itself be called type."""
+    """The schema with JSON Schema's names of types, also in its parts; a property may be called type."""
     mapped = {key: value for key, value in schema.items() if key != "type"}
     kind = JSON_TYPE_OF.get(str(schema.get("type")).lower())
     if kind:

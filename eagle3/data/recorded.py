@@ -23,7 +23,7 @@ class Recorded:
 
     @classmethod
     def from_messages(cls, messages: Sequence[Message]) -> "Recorded":
-        """Collect the results in a conversation; calls without a result and results without a call are left out."""
+        """Collect the results of a conversation's calls; unpaired calls and results are left out."""
         results: dict[str, list[str]] = {}
         for i, message in enumerate(messages):
             if "tool_calls" not in message:
@@ -43,7 +43,7 @@ class Recorded:
         return json.dumps(self.results, ensure_ascii=False, sort_keys=True)
 
     def replay(self, call: Mapping[str, Any]) -> str | None:
-        """The next result of a call, as in tool_calls; the last one again if asked more often, None if never recorded."""
+        """The next result of a call of tool_calls, later the last one again; None if never recorded."""
         key = key_of(call)
         if key not in self.results:
             return None

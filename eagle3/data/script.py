@@ -47,7 +47,7 @@ class Script:
 
 
 def script_of(conversation: Conversation, thinking: bool | None) -> Script:
-    """Take the assistant's words out of a conversation, except those before the first user turn: they are context."""
+    """Take the assistant's turns out of a conversation, except those before the first user turn."""
     groups: list[list[Message]] = [[]]
     for message in conversation.messages:
         has_user = any(m["role"] == "user" for m in groups[-1])

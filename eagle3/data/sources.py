@@ -1,7 +1,8 @@
 """Sources of rows: their names, versions, files and rows in order.
 
-A source is a hub data set `name[:subset]:split`, streamed through `datasets`, or a file or directory by path or URL. All
-JSONL, JSON and Parquet files of a directory are read, sorted by path, except those that begin with a dot or an underscore.
+A source is a hub data set `name[:subset]:split`, streamed through `datasets`, or a file or directory by path
+or URL. All JSONL, JSON and Parquet files of a directory are read, sorted by path, except those that begin
+with a dot or an underscore.
 """
 
 import logging
@@ -32,16 +33,13 @@ def source_path(source: SourceConfig) -> str:
 
 
 def source_name(source: SourceConfig) -> str:
-    """The source's name in rows and reports. It has no directory and no query, so digests do not depend on them."""
+    """The source's name in rows and reports, without directory and query: digests must not depend on them."""
     path = source_path(source)
     return source.name or (path if hub_parts(path) else base_name(path))
 
 
 def without_paths(data: DataConfig) -> DataConfig:
-    """The settings that decide what is made of the rows: without paths, revisions and the number of processes.
-
-    Cache keys have the versions of the sources instead.
-    """
+    """The settings without paths, revisions and workers, for cache keys that have the sources' versions."""
 
     def without_path(source: SourceConfig) -> SourceConfig:
         name = source_name(source)

@@ -13,7 +13,7 @@ MAX_MESSAGE_CHARS = 300
 
 @dataclass
 class RowCounts:
-    """Counts over token rows. lengths: rows by the upper bound of their bin, a power of two from 32 tokens."""
+    """Counts over token rows. lengths: rows by upper bound of their bin, a power of two from 32 tokens."""
 
     rows: int = 0
     tokens: int = 0

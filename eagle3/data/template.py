@@ -1,9 +1,9 @@
 """The model's text in the renderings of a chat template, and the pieces into which a rendering is cut there.
 
-One rule: an answer begins where (history + generation prompt) ends inside (history + answer), and ends with the
-control token that ends that rendering. A row that the template writes otherwise is refused, and so is one whose
-text spells a control token: serving would read it as one. Messages have the form that vLLM gives to templates:
-arguments of a call as an object, content "" next to it.
+One rule: an answer begins where (history + generation prompt) ends inside (history + answer), and ends with
+the control token that ends that rendering. A row that the template writes otherwise is refused, and so is one
+whose text spells a control token: serving would read it as one. Messages have the form that vLLM gives to
+templates: arguments of a call as an object, content "" next to it.
 """
 
 import re
@@ -72,7 +72,7 @@ class ChatTemplate:
         self.empty_thoughts = self._find_empty_thoughts()
 
     def rows(self, conversation: Conversation) -> list[list[Piece]]:
-        """The conversation up to its last answer; a new row begins where the template changes earlier turns."""
+        """The conversation up to its last answer, in a new row where the template changes earlier turns."""
         messages = self._messages(conversation)
         rows: list[list[Answer]] = []
         asked = False
@@ -108,13 +108,13 @@ class ChatTemplate:
         tokens = list(self.control.finditer(text, begin))
         is_ended = bool(tokens) and tokens[-1].start() > begin and not text[tokens[-1].end() :].strip()
         if self.closes or not text.startswith(prompt) or not is_ended:
-            rule = f"the chat template does not write message {index + 1} (assistant) between its generation prompt"
-            remedy = "enable regeneration or remove the row"
-            raise BadRow("answer_not_cut", f"{rule} and a control token; {remedy}")
+            found = f"the chat template does not write message {index + 1} (assistant)"
+            rule = "between its generation prompt and a control token"
+            raise BadRow("answer_not_cut", f"{found} {rule}; enable regeneration or remove the row")
         return Answer(text, begin, tokens[-1].end())
 
     def _find_empty_thoughts(self) -> str:
-        """The text before an answer without thoughts, if thoughts would only add themselves to the rendering."""
+        """The text before an answer without thoughts, if thoughts would add nothing but themselves to it."""
         question = {"role": "user", "content": "x"}
         answer = {"role": "assistant", "content": PROBED_ANSWER}
         thoughtful = answer | dict.fromkeys(THOUGHT_KEYS, PROBED_THOUGHTS)
@@ -128,7 +128,7 @@ class ChatTemplate:
         return found.text[found.begin :].partition(PROBED_ANSWER)[0]
 
     def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
-        """Messages for the template; thoughts under every name that templates use, none where thinking is off."""
+        """Messages for the template: thoughts under every name in use, or none where thinking is off."""
         for text in _texts([conversation.messages, conversation.tools]):
             if token := self.control.search(text):
                 rule = f"a text spells the control token {token.group()}"
@@ -173,7 +173,7 @@ class ChatTemplate:
 
 
 def _cut_at_answers(answers: list[Answer]) -> list[Piece]:
-    """The last rendering up to the end of its answer, cut before every answer, where serving ends a prompt."""
+    """The last rendering up to the end of its answer, cut before each answer, where a prompt ends."""
     text = answers[-1].text[: answers[-1].end]
     pieces = [Piece(text[: answers[0].begin], 0)]
     for answer, end in zip(answers, [a.begin for a in answers[1:]] + [len(text)], strict=True):

@@ -45,10 +45,9 @@ def convert_gguf(path: Path, out_dir: Path, with_weights: bool) -> None:
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """Let transformers read a GGUF file once: it would do so for config, weights and tokenizer, element by element.
+    """Let transformers read a GGUF file once instead of three times, and make the table of names once.
 
-    For a vocabulary of 49k these readings take most of the conversion, as does one name table for each
-    module.
+    For a vocabulary of 49k these repetitions take most of the conversion.
     """
     import gguf
     import numpy as np

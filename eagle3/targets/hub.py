@@ -14,11 +14,7 @@ from eagle3.uris import redact_secrets
 def hub_commit(what: str, name: str, revision: str, kind: Literal["model", "dataset"] = "model") -> str:
     """Find the current commit of `revision` (empty: the default branch).
 
-    Args:
-        what: "target", "initial draft" or "data set", for the message.
-        name: hub id.
-        revision: branch, tag or commit.
-        kind: the hub keeps ids of models and of data sets apart.
+    `what` calls the hub id `name` in messages: "target", "initial draft" or "data set".
 
     Raises:
         ConnectionError: where another try may succeed.
@@ -44,7 +40,7 @@ def download_from_hub(
     patterns: Sequence[str],
     ignored: Sequence[str] = (),
 ) -> None:
-    """Put the files that match `patterns` and none of `ignored` into `out_dir`; raises as `hub_commit` does."""
+    """Fetch the files that match `patterns` and none of `ignored`; raises as `hub_commit` does."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -69,7 +65,7 @@ def connection_errors() -> tuple[type[Exception], ...]:
 def _hub_error(what: str, name: str, revision: str, error: Exception) -> Exception:
     status = getattr(getattr(error, "response", None), "status_code", None) or 0
     is_transient = isinstance(error, connection_errors()) or status == 429 or status >= 500
-    return (ConnectionError if is_transient else ValueError)(
-        f"{what} {name} (revision {revision or 'default'}) cannot be had from the hub: {type(error).__name__}: "
-        f"{error}; check the id, the network and HF_TOKEN, or give a local copy"
-    )
+    rule = f"{what} {name} (revision {revision or 'default'}) cannot be had from the hub"
+    remedy = "check the id, the network and HF_TOKEN, or give a local copy"
+    message = f"{rule}: {type(error).__name__}: {error}; {remedy}"
+    return ConnectionError(message) if is_transient else ValueError(message)

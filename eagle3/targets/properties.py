@@ -1,4 +1,4 @@
-"""Properties of a target from its JSON files: layers that a draft sees, longest sequence, end-of-turn tokens."""
+"""Properties of a target from its JSON files: aux layers, longest sequence, end-of-turn tokens."""
 
 import json
 from pathlib import Path
@@ -27,23 +27,21 @@ def aux_layer_ids(wanted: list[int], num_layers: int) -> list[int]:
         )
         return sorted({max(1, k) for k in spread})
     if min(wanted) < 0 or max(wanted) > num_layers:
-        raise ValueError(
-            f"extract.layer_ids must be in 0 … {num_layers}, the target's layers, got {wanted}; change the recipe"
-        )
+        rule = f"extract.layer_ids must be in 0 … {num_layers}, the target's layers"
+        raise ValueError(f"{rule}, got {wanted}; change the recipe")
     return sorted(set(wanted))
 
 
 def check_max_model_len(max_model_len: int, config: dict[str, Any]) -> None:
-    """Refuse an engine.max_model_len beyond the positions in a target's config.json: there its states are nonsense."""
+    """Refuse an engine.max_model_len beyond the positions of the target: there its states are nonsense."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     limit = int(config.get("max_position_embeddings", max_model_len))
     if (rope.get("rope_type") or rope.get("type")) == "yarn":
         # gpt-oss gives the stretched length as max_position_embeddings, older configs the length before.
         limit = max(limit, int(rope.get("original_max_position_embeddings", limit) * rope.get("factor", 1)))
     if max_model_len > limit:
-        raise ValueError(
-            f"engine.max_model_len must not exceed the target's {limit} positions, got {max_model_len}; lower it"
-        )
+        rule = f"engine.max_model_len must not exceed the target's {limit} positions"
+        raise ValueError(f"{rule}, got {max_model_len}; lower it")
 
 
 def end_of_turn_ids(target_dir: str | Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""The size of a target from its config.json: parameters, bytes of its weights and of the key-values of a token."""
+"""The size of a target from its config.json: parameters, bytes of weights and of a token's key-values."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -106,16 +106,12 @@ def _quantised_bytes(config: dict[str, Any]) -> dict[str, float]:
 
 
 def check_tensor_parallel(size: TargetSize, num_gpus: int) -> None:
-    """Refuse a number of GPUs over which vLLM cannot split the attention heads.
-
-    Raises:
-        ValueError: names both numbers.
-    """
+    """Refuse a number of GPUs over which vLLM cannot split the attention heads."""
     kv_fit = size.num_kv_heads % num_gpus == 0 or num_gpus % size.num_kv_heads == 0
     if size.num_heads % num_gpus or not kv_fit:
         raise ValueError(
-            f"the target's {size.num_heads} attention and {size.num_kv_heads} key-value heads must be divisible by "
-            f"fanout.tensor_parallel_size, got {num_gpus}; take a power of two up to "
+            f"the target's {size.num_heads} attention and {size.num_kv_heads} key-value heads must be divisible "
+            f"by fanout.tensor_parallel_size, got {num_gpus}; take a power of two up to "
             f"{size.num_heads & -size.num_heads}"
         )
 
@@ -126,21 +122,16 @@ def check_gpu_memory(
     """Refuse a target whose weights, with the key-values of one longest sequence, do not fit on its GPUs.
 
     Args:
-        size: of the target.
-        dtype: compute dtype.
+        size: of the target, in the compute dtype `dtype`.
         max_model_len: tokens of the longest sequence.
-        num_gpus: GPUs that share the target.
-        usable_bytes: of each GPU, for the engine.
+        num_gpus: GPUs that share the target, each with `usable_bytes` for the engine.
         remedy: settings to change, for the message.
-
-    Raises:
-        ValueError: names the sizes and the remedy.
     """
     weights = size.weight_bytes(dtype)
     cache = size.key_value_bytes(dtype) * max_model_len
     if weights + cache > num_gpus * usable_bytes:
         raise ValueError(
-            f"the target's weights in {dtype} and the key-values of one sequence of {max_model_len} tokens must fit "
-            f"into {num_gpus} x {usable_bytes / 1e9:.0f} GB of GPU memory, they take {weights / 1e9:.0f} + "
+            f"the target's weights in {dtype} and the key-values of one sequence of {max_model_len} tokens must "
+            f"fit into {num_gpus} x {usable_bytes / 1e9:.0f} GB of GPU memory, they take {weights / 1e9:.0f} + "
             f"{cache / 1e9:.1f} GB; {remedy}"
         )

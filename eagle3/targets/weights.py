@@ -1,4 +1,4 @@
-"""The three target tensors that training needs, read from the safetensors files without building the model."""
+"""The target tensors that training needs, read from the safetensors files without building the model."""
 
 import json
 from dataclasses import dataclass
@@ -49,63 +49,27 @@ def check_target_dir(target_dir: str | Path) -> dict[str, Any]:
 
 
 def read_config(target_dir: str | Path, name: str | Path) -> dict[str, Any]:
-    """A target's config.json; `name` is what messages call the target.
-
-    Raises:
-        ValueError: if there is none, or it is not JSON.
-    """
+    """Read a target's config.json; ValueError calls it `name` if there is none, or no JSON."""
     try:
         config: dict[str, Any] = json.loads((Path(target_dir) / "config.json").read_text())
     except (OSError, ValueError) as e:
-        raise ValueError(
-            f"{name} holds no readable config.json ({e}); give a model directory, hub id or .gguf file"
-        ) from e
+        remedy = "give a model directory, hub id or .gguf file"
+        raise ValueError(f"{name} holds no readable config.json ({e}); {remedy}") from e
     return config
 
 
 def check_target_config(config: dict[str, Any], name: str | Path) -> None:
-    """Make sure that a draft can be built for a target with this config.json.
-
-    Raises:
-        ValueError: names the target by `name`, and what is not supported.
-    """
+    """Refuse a config.json for which no draft can be built; `name` is the target's in the message."""
     if config.get("model_type") not in SUPPORTED_MODEL_TYPES:
-        known = ", ".join(SUPPORTED_MODEL_TYPES)
         raise ValueError(
-            f"{name} is a {config.get('model_type')!r} model; drafts can be trained for {known} targets: embedding, "
-            "final norm and head must be the plain ones of these; choose another target"
+            f"{name} is a {config.get('model_type')!r} model; drafts can be trained for "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)} targets: embedding, final norm and head must be the plain ones of "
+            "these; choose another target"
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if (kind := rope.get("rope_type") or rope.get("type")) in LENGTH_DEPENDENT_ROPE:
         remedy = "no draft can be trained for it yet"
         raise ValueError(f"{name} uses {kind!r} RoPE, whose angles depend on the length; {remedy}")
-
-
-def tensor_files(target_dir: str | Path) -> dict[str, Path]:
-    """Map each tensor name to the file that holds it, from the index or the files' own headers."""
-    root = Path(target_dir)
-    if (root / INDEX_NAME).exists():
-        weight_map = json.loads((root / INDEX_NAME).read_text())["weight_map"]
-        return {name: root / Path(file).name for name, file in weight_map.items()}
-    files = {}
-    for path in sorted(root.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as f:
-                files.update(dict.fromkeys(f.keys(), path))
-        except SafetensorError as e:
-            rule = f"{path} is not a complete safetensors file ({e})"
-            raise ValueError(f"{rule}; fetch the target again") from e
-    return files
-
-
-def read_tensor(target_dir: str | Path, files: dict[str, Path], name: str) -> Tensor:
-    """Read one tensor; ValueError names it and the directory if it is absent."""
-    if name not in files:
-        remedy = "the files are incomplete, fetch the target again"
-        raise ValueError(f"{target_dir} has no tensor {name!r}; {remedy}")
-    with safe_open(files[name], framework="pt") as f:
-        tensor: Tensor = f.get_tensor(name)
-    return tensor
 
 
 def load_target_tensors(target_dir: str | Path, dtype: torch.dtype = torch.float32) -> TargetTensors:
@@ -119,7 +83,7 @@ def load_target_tensors(target_dir: str | Path, dtype: torch.dtype = torch.float
         ValueError: if a tensor is missing, misshapen or quantised.
     """
     config = check_target_dir(target_dir)
-    files = tensor_files(target_dir)
+    files = _tensor_files(target_dir)
     embedding = _read_floats(target_dir, files, "model.embed_tokens.weight").to(dtype)
     norm_weight = _read_floats(target_dir, files, "model.norm.weight").to(dtype)
     tied = config.get("tie_word_embeddings", False)
@@ -136,11 +100,32 @@ def load_target_tensors(target_dir: str | Path, dtype: torch.dtype = torch.float
     return TargetTensors(config, embedding, norm_weight, config["rms_norm_eps"], head)
 
 
+def _tensor_files(target_dir: str | Path) -> dict[str, Path]:
+    """Map each tensor name to the file that holds it, from the index or the files' own headers."""
+    root = Path(target_dir)
+    if (root / INDEX_NAME).exists():
+        weight_map = json.loads((root / INDEX_NAME).read_text())["weight_map"]
+        return {name: root / Path(file).name for name, file in weight_map.items()}
+    files = {}
+    for path in sorted(root.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as f:
+                files.update(dict.fromkeys(f.keys(), path))
+        except SafetensorError as e:
+            rule = f"{path} is not a complete safetensors file ({e})"
+            raise ValueError(f"{rule}; fetch the target again") from e
+    return files
+
+
 def _read_floats(target_dir: str | Path, files: dict[str, Path], name: str) -> Tensor:
-    tensor = read_tensor(target_dir, files, name)
+    if name not in files:
+        remedy = "the files are incomplete, fetch the target again"
+        raise ValueError(f"{target_dir} has no tensor {name!r}; {remedy}")
+    with safe_open(files[name], framework="pt") as f:
+        tensor: Tensor = f.get_tensor(name)
     if tensor.dtype not in FLOAT_DTYPES:
-        raise ValueError(
-            f"{target_dir}: {name} is stored as {tensor.dtype}; embedding, final norm and head must not be "
-            "quantised, take a target that keeps them in bfloat16"
+        rule = (
+            "embedding, final norm and head must not be quantised, take a target that keeps them in bfloat16"
         )
+        raise ValueError(f"{target_dir}: {name} is stored as {tensor.dtype}; {rule}")
     return tensor

@@ -1,4 +1,4 @@
-"""The tiny tokenizer, in memory and in a target directory; a place with source files to prepare."""
+"""The tiny tokenizer, in memory and in a target directory; a directory with source files to prepare."""
 
 from pathlib import Path
 
@@ -22,5 +22,5 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTraine
 
 
 @pytest.fixture
-def place(tmp_path: Path, tokenizer_dir: Path) -> Workplace:
+def workplace(tmp_path: Path, tokenizer_dir: Path) -> Workplace:
     return Workplace(tmp_path, tokenizer_dir)

@@ -141,7 +141,7 @@ def test_ids_names_thoughts_and_objects_of_tool_turns_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "reason", "said"),
+    ("row", "reason", "message"),
     [
         (
             {"text": "Hi"},
@@ -237,8 +237,10 @@ def test_ids_names_thoughts_and_objects_of_tool_turns_are_kept() -> None:
         ({"input_ids": [1], "loss_mask": [float("nan")]}, "bad_token_ids", "loss_mask must be 0 or 1"),
     ],
 )
-def test_a_bad_row_is_named_with_its_reason_and_remedy(row: dict[str, Any], reason: str, said: str) -> None:
-    with pytest.raises(BadRow, match=re.escape(said)) as e:
+def test_a_bad_row_is_named_with_its_reason_and_remedy(
+    row: dict[str, Any], reason: str, message: str
+) -> None:
+    with pytest.raises(BadRow, match=re.escape(message)) as e:
         to_conversation(row)
     assert e.value.reason == reason
 

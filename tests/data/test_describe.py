@@ -118,7 +118,7 @@ def test_a_sample_shows_the_text_in_runs_of_equal_mask(tokenizer: PreTrainedToke
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
-def test_what_is_written_is_what_is_read(tmp_path: Path, num_rows: int) -> None:
+def test_a_written_description_is_read_back(tmp_path: Path, num_rows: int) -> None:
     written = described(
         [TokenRow(f"r{i}", f'a "{i % 2}"/ü', [3, 4, i], [True, False, True]) for i in range(num_rows)]
     )

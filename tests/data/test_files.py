@@ -73,7 +73,7 @@ def test_line_separators_inside_strings_do_not_break_lines(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("line", "reason", "said"),
+    ("line", "reason", "message"),
     [
         (b'{"prompt": "Hi"', "not_json", "column"),
         (b"[", "not_json", "one whole JSON object on each line"),
@@ -87,12 +87,12 @@ def test_line_separators_inside_strings_do_not_break_lines(tmp_path: Path) -> No
         (b'{"a": "' + b"x" * (4 << 20) + b'"}', "row_too_large", "bytes, more than"),
     ],
 )
-def test_a_bad_line_is_one_records_fault(tmp_path: Path, line: bytes, reason: str, said: str) -> None:
+def test_a_bad_line_is_one_records_fault(tmp_path: Path, line: bytes, reason: str, message: str) -> None:
     path = write(tmp_path / "rows.jsonl", b'{"prompt": "Hello"}\n' + line + b'\n{"prompt": "Bye"}\n')
     first, bad, last = read(path)
     assert (first.row, last.row, last.where) == ({"prompt": "Hello"}, {"prompt": "Bye"}, "rows.jsonl, line 3")
     assert (bad.row, bad.reason, bad.where) == (None, reason, "rows.jsonl, line 2")
-    assert said in bad.message
+    assert message in bad.message
 
 
 def test_a_bad_element_of_a_list_is_one_records_fault(
@@ -134,7 +134,7 @@ def test_a_bad_string_in_parquet_is_one_records_fault(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "said"),
+    ("name", "data", "message"),
     [
         (
             "a.jsonl",
@@ -159,10 +159,10 @@ def test_a_bad_string_in_parquet_is_one_records_fault(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_not_of_its_format_is_an_error_that_names_it(
-    tmp_path: Path, name: str, data: bytes, said: str
+    tmp_path: Path, name: str, data: bytes, message: str
 ) -> None:
     path = write(tmp_path / name, data)
-    with pytest.raises(ValueError, match=re.escape(said)) as e:
+    with pytest.raises(ValueError, match=re.escape(message)) as e:
         read(path)
     assert str(e.value).startswith(str(path))
 

@@ -1,4 +1,4 @@
-"""Masks over the public chat formats: the supervised text is exactly the assistant's words plus the end of turn."""
+"""Masks in the public chat formats: supervised are exactly the assistant's words and the end of turn."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,8 @@ ROWS: dict[str, dict[str, list[int]]] = {
     "mistral-legacy": {"single": [1], "multi": [2], "system": [1, 1], "tools": [2]},
     "gpt-oss": {"single": [1], "multi": [1, 1], "system": [1, 1], "tools": [2], "thinking": [1, 1]},
 }
-# What the rule does not cut: gpt-oss leaves the thoughts of a call out once a final answer follows, R1 shows no thoughts.
+# What the rule does not cut: gpt-oss leaves the thoughts of a call out once a final answer follows, R1 shows
+# no thoughts.
 NOT_CUT = [("gpt-oss", "thinking_tools"), ("deepseek-r1", "single"), ("deepseek-r1", "thinking")]
 ROWS["qwen3-coder"] = ROWS["qwen3"]
 CASES = [(name, case) for name, cases in ROWS.items() for case in cases]
@@ -208,7 +209,7 @@ def test_thinking_off_shows_the_empty_block_and_no_thoughts(thoughts: str) -> No
         ("mistral", [user("a"), assistant(call={**CALL, "id": "1"})], "template_refuses"),
     ],
 )
-def test_what_the_template_cannot_write_is_refused_by_reason(
+def test_messages_that_the_template_cannot_write_are_refused_by_reason(
     name: str, messages: list[Message], reason: str
 ) -> None:
     with pytest.raises(BadRow, match="the chat template") as e:

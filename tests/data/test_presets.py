@@ -42,7 +42,7 @@ def conversation_of(preset: str, row: dict[str, Any], tmp_path: Path) -> Convers
 
 
 @pytest.mark.parametrize(
-    ("preset", "row", "said"),
+    ("preset", "row", "message"),
     [
         (
             "sharegpt",
@@ -85,10 +85,10 @@ def conversation_of(preset: str, row: dict[str, Any], tmp_path: Path) -> Convers
     ],
 )
 def test_rows_of_each_data_set_become_conversations(
-    preset: str, row: dict[str, Any], said: list[str], tmp_path: Path
+    preset: str, row: dict[str, Any], message: list[str], tmp_path: Path
 ) -> None:
     messages = conversation_of(preset, row, tmp_path).messages
-    assert [f"{m['role']}: {m['content']}" for m in messages] == said
+    assert [f"{m['role']}: {m['content']}" for m in messages] == message
 
 
 def test_toolace_functions_become_tools_and_its_calls_tool_calls(tmp_path: Path) -> None:

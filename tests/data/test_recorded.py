@@ -86,7 +86,7 @@ def test_a_call_that_was_never_recorded_has_no_result() -> None:
         calling(ROME, OSLO),
         result("sun"),
         ASKED,
-        result("behind a user's turn"),
+        result("after a user's turn"),
     ]
     recorded = Recorded.from_messages(turns)
     assert recorded.results == {key_of(ROME): ["sun"]}
@@ -144,15 +144,17 @@ def test_what_was_recorded_survives_json_and_every_call_finds_its_results(
     calls: list[tuple[str, dict[str, Any], str]],
 ) -> None:
     turns = [
-        turn for name, arguments, said in calls for turn in (calling(call(name, **arguments)), result(said))
+        turn
+        for name, arguments, content in calls
+        for turn in (calling(call(name, **arguments)), result(content))
     ]
     recorded = Recorded.from_messages([ASKED, *turns])
     again = Recorded.from_json(recorded.to_json())
     assert again.results == recorded.results
     assert again.to_json() == recorded.to_json()
     expected: dict[str, list[str]] = {}
-    for name, arguments, said in calls:
-        expected.setdefault(key_of(call(name, **arguments)), []).append(said)
+    for name, arguments, content in calls:
+        expected.setdefault(key_of(call(name, **arguments)), []).append(content)
     assert recorded.results == expected
     for name, arguments, _ in calls:
         written = json.loads(json.dumps(call(name, **arguments)))

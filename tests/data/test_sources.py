@@ -1,6 +1,7 @@
 """Sources: places and versions, directories, and hub data sets.
 
-No test reaches the hub: its answer about a commit is made up, and `datasets` streams a directory of the same layout.
+No test reaches the hub: its answer about a commit is made up, and `datasets` streams a directory of the same
+layout.
 """
 
 import gzip
@@ -74,7 +75,7 @@ def test_a_hub_data_set_is_its_commit(hub: Any) -> None:
     assert source_version(SourceConfig(path="org/chats:train")) == "c2"
 
 
-def test_the_pinned_commit_is_what_datasets_is_asked_for(
+def test_datasets_is_asked_for_the_pinned_commit(
     hub: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import datasets
@@ -94,7 +95,7 @@ def test_the_pinned_commit_is_what_datasets_is_asked_for(
 
 
 @pytest.mark.parametrize("path", ["org/chats:nosplit", "org/gone:train", "org/chats:nosubset:train"])
-def test_a_hub_data_set_that_is_not_there_is_an_error(
+def test_a_hub_data_set_that_does_not_exist_is_an_error(
     hub: Any, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -143,7 +144,7 @@ def test_the_version_of_files_is_their_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("/nowhere/rows.jsonl", "no such file or directory, and not a hub data set"),
         ("rows.jsonl", "give a path, a URL or name[:subset]:split"),
@@ -152,8 +153,8 @@ def test_the_version_of_files_is_their_content(tmp_path: Path) -> None:
         ("nosuch://x/a.jsonl", "source nosuch://x/a.jsonl cannot be read (Protocol not known: nosuch"),
     ],
 )
-def test_a_place_that_is_none_is_an_error(path: str, said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_a_path_that_is_no_source_is_an_error(path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         source_version(SourceConfig(path=path))
 
 
@@ -166,7 +167,7 @@ def test_a_place_that_is_none_is_an_error(path: str, said: str) -> None:
         ("s3://bucket/rows:1.jsonl", None),
     ],
 )
-def test_hub_names_are_told_from_paths(path: str, parts: tuple[str, str, str] | None) -> None:
+def test_hub_names_differ_from_paths(path: str, parts: tuple[str, str, str] | None) -> None:
     assert hub_parts(path) == parts
 
 
@@ -221,7 +222,7 @@ def test_another_signature_is_the_same_source_in_all_keys(signed: Any) -> None:
         ("bad.parquet", "s3cr3t"),
     ],
 )
-def test_what_is_wrong_with_a_signed_url_is_said_without_its_signature(
+def test_errors_about_a_signed_url_do_not_show_its_signature(
     signed: Any, name: str, signature: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(signed.directory / "rows.jsonl", "one")
@@ -235,6 +236,6 @@ def test_what_is_wrong_with_a_signed_url_is_said_without_its_signature(
     assert "s3cr3t" not in "".join(traceback.format_exception(e.value)) + caplog.text
 
 
-def test_a_source_without_a_place_is_refused() -> None:
+def test_a_source_without_a_path_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a path or a preset"):
         SourceConfig()

@@ -20,7 +20,7 @@ CHATML_TURNS = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# Thoughts are shown behind the last user turn only, where an empty block stands for none.
+# Thoughts are shown after the last user turn only; an empty block means none.
 QWEN3 = """
 {%- set ns = namespace(last_query=-1) %}
 {%- for m in messages %}
@@ -129,7 +129,7 @@ GEMMA3 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
 
-# System prompt and tools stand at the last user turn.
+# System prompt and tools are in the last user turn.
 MISTRAL = """
 {%- set system = '' %}
 {%- if messages[0].role == 'system' %}
@@ -158,7 +158,8 @@ MISTRAL = """
     {%- endif %}
 {%- endfor %}"""
 
-# Thoughts and answers are messages in channels; thoughts are dropped once a final answer follows, and <|return|> is not kept.
+# Thoughts and answers are messages in channels. Before a final answer earlier thoughts are dropped, and a
+# <|return|> in the history becomes <|end|>.
 HARMONY = """
 {{- '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') + '<|end|>' }}
 {%- if messages[0].role == 'system' or tools %}
@@ -195,7 +196,7 @@ HARMONY = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
 
-# Thoughts are never shown, but the generation prompt opens them; a call wants no content and its arguments as text.
+# Thoughts are never shown, but the generation prompt opens them. Calls need content None and arguments as text.
 DEEPSEEK_R1 = """
 {{- bos_token }}
 {%- set ns = namespace(outputs=false) %}
@@ -255,7 +256,8 @@ def written_by_qwen3(m: Message) -> str:
         return f"{thoughts}{m['content'].lstrip(chr(10))}<|im_end|>"
     name, arguments = call_of(m)
     gap = "\n" if m["content"] else ""
-    return f'{thoughts}{m["content"]}{gap}<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call><|im_end|>'
+    call = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+    return f"{thoughts}{m['content']}{gap}{call}<|im_end|>"
 
 
 def written_by_qwen3_coder(m: Message) -> str:
@@ -290,15 +292,6 @@ def written_by_gpt_oss(m: Message) -> str:
     if "tool_calls" not in m:
         return f"{analysis}<|channel|>final<|message|>{m['content']}<|return|>"
     return "{} to=functions.{}<|channel|>commentary json<|message|>{}<|call|>".format(analysis, *call_of(m))
-
-
-def written_by_deepseek(m: Message) -> str:
-    thoughts = f"{m['reasoning_content']}\n</think>\n\n" if "reasoning_content" in m else ""
-    if "tool_calls" not in m:
-        return f"{thoughts}{m['content']}<｜end▁of▁sentence｜>"
-    name, arguments = call_of(m)
-    call = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
-    return f"<｜tool▁calls▁begin｜>{call}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
 
 
 IM = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -344,7 +337,7 @@ _ALL = [
         "deepseek-r1",
         DEEPSEEK_R1,
         SENTENCE,
-        written_by_deepseek,
+        lambda m: "",  # its history never repeats an answer as the model writes it
         ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", *CALLS, *OUTPUTS),
         eos=SENTENCE[1],
         bos=SENTENCE[0],
@@ -360,7 +353,8 @@ FORMATS["qwen3-thinking"] = replace(
 FORMATS["qwen3-coder"] = replace(
     FORMATS["qwen3"], name="qwen3-coder", template=QWEN3_CODER, written=written_by_qwen3_coder
 )
-# Mistral's own tokenizers: tags as special tokens or as plain text, a space before every text or behind every special token too.
+# Mistral's own tokenizers: tags as special tokens or as plain text, with a space before every text, or also
+# after every special token.
 FORMATS["mistral-spaced"] = replace(FORMATS["mistral"], name="mistral-spaced", spaced="first")
 FORMATS["mistral-legacy"] = replace(
     FORMATS["mistral"], name="mistral-legacy", special=("<s>", "</s>"), spaced="always"

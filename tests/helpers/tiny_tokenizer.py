@@ -54,7 +54,7 @@ def train_tokenizer(
 def train_spaced_tokenizer(
     template: str, special: Sequence[str], eos: str, bos: str, legacy: bool
 ) -> PreTrainedTokenizerFast:
-    """BPE with byte fallback that puts a space before every text; legacy: also behind every special token."""
+    """BPE with byte fallback that puts a space before every text; legacy: also after every special token."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=200, show_progress=False))

@@ -1,4 +1,4 @@
-"""Every supported architecture: its three tensors give the model's own logits, and a draft for it is one that vLLM builds."""
+"""Supported architectures: the three tensors give the model's own logits, and vLLM builds a draft for it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A chat template given beside a target is part of its identity, and the only one that readers of the fetched directory find."""
+"""A chat template of a recipe is part of the target's identity, and the only one in its directory."""
 
 import json
 import re
@@ -118,7 +118,7 @@ def test_a_target_keeps_its_own_template_if_none_is_given(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "does not exist"),
         (b"", "is empty"),
@@ -130,22 +130,22 @@ def test_a_target_keeps_its_own_template_if_none_is_given(tmp_path: Path) -> Non
     ],
 )
 def test_a_template_that_cannot_be_used_is_named_before_anything_is_fetched(
-    tmp_path: Path, content: bytes | None, said: str
+    tmp_path: Path, content: bytes | None, message: str
 ) -> None:
     path = tmp_path / "given.jinja"
     if content is not None:
         path.write_bytes(content)
     cfg = TargetConfig(name=str(write_target(tmp_path / "tiny")), chat_template=str(path))
     for use in (identify_target, lambda cfg: fetch_target(cfg, tmp_path / "out")):
-        with pytest.raises(ValueError, match=f"target.chat_template {re.escape(str(path))}.*{said}"):
+        with pytest.raises(ValueError, match=f"target.chat_template {re.escape(str(path))}.*{message}"):
             use(cfg)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_directory_or_an_unknown_store_is_no_template(tmp_path: Path) -> None:
-    for place in (str(tmp_path), "nostore://bucket/a.jinja"):
-        with pytest.raises(ValueError, match=f"target.chat_template {re.escape(place)} cannot be read"):
-            read_chat_template(place)
+    for uri in (str(tmp_path), "nostore://bucket/a.jinja"):
+        with pytest.raises(ValueError, match=f"target.chat_template {re.escape(uri)} cannot be read"):
+            read_chat_template(uri)
 
 
 def test_tags_that_only_chat_templates_have_are_allowed(tmp_path: Path) -> None:

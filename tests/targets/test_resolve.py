@@ -1,4 +1,4 @@
-"""What a target's name stands for: identity by content, copies of what an engine reads, errors that name path and remedy."""
+"""Targets by name: identity by content, the files that an engine reads, errors with path and remedy."""
 
 import re
 from collections.abc import Iterator
@@ -73,22 +73,22 @@ def test_config_and_tokenizer_are_fetched_without_the_weights(
     assert {"config.json", "tokenizer*", "*.jinja", "*.safetensors.index.json"} <= set(patterns)
 
 
-@pytest.mark.parametrize(("name", "said"), REMEDIES.items())
-def test_a_path_that_is_not_there_is_named(name: str, said: str) -> None:
+@pytest.mark.parametrize(("name", "message"), REMEDIES.items())
+def test_a_path_that_does_not_exist_is_named(name: str, message: str) -> None:
     for use in (identify_target, lambda cfg: fetch_target(cfg, "/nowhere")):
-        with pytest.raises(ValueError, match=f"{re.escape(name)}.*{said}"):
+        with pytest.raises(ValueError, match=f"{re.escape(name)}.*{message}"):
             use(TargetConfig(name=name))
 
 
 @pytest.mark.parametrize(
-    ("removed", "said"), [("config.json", "no config.json"), ("model.safetensors", "no .*safetensors")]
+    ("removed", "message"), [("config.json", "no config.json"), ("model.safetensors", "no .*safetensors")]
 )
 def test_a_directory_without_a_model_is_refused_with_the_remedy(
-    tmp_path: Path, removed: str, said: str
+    tmp_path: Path, removed: str, message: str
 ) -> None:
     directory = write_target(tmp_path / "tiny")
     (directory / removed).unlink()
-    with pytest.raises(ValueError, match=f"{directory}.*{said}.*save"):
+    with pytest.raises(ValueError, match=f"{directory}.*{message}.*save"):
         identify_target(TargetConfig(name=str(directory)))
 
 
@@ -134,7 +134,7 @@ def test_only_passing_hub_faults_may_be_tried_again(
 def test_a_hub_that_cannot_be_reached_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # the discard port: no one listens
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(
         ConnectionError, match=r"target example-org/absent .*check the id, the network and HF_TOKEN"
@@ -190,10 +190,10 @@ def test_a_target_at_a_url_is_known_by_content_and_fetched_as_a_directory_is(
 
 def test_a_url_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for url, said in (
+    for url, message in (
         (f"file://{tmp_path}/empty", "has no config.json or no"),
         (f"file://{tmp_path}/absent", "cannot be listed"),
         ("nosuch://x/y", "cannot be listed"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             identify_target(TargetConfig(name=url))

@@ -1,4 +1,4 @@
-"""Sizes from config.json alone: against models that are built, against published sizes, and what does not fit is refused."""
+"""Sizes from config.json: compared with built models and published sizes; targets too large are refused."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Nothing that comes with a target is executed, or leads out of its directory; nothing from outside is unpickled."""
+"""No file of a target is executed or names a file elsewhere; nothing from outside is unpickled."""
 
 import ast
 import json
@@ -25,7 +25,7 @@ UNPICKLING = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
 
 
 def calls() -> list[tuple[str, ast.Call]]:
-    """Every call in the code that runs, as module.function, with the file it stands in."""
+    """Every call in the code that runs, as module.function, with its file."""
     found = []
     for folder in ("eagle3", "workflows", "images"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -70,7 +70,7 @@ def test_nothing_from_outside_is_unpickled() -> None:
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> tuple[Path, Path]:
-    """A target that brings code and asks for it everywhere; the code leaves a file behind when it runs."""
+    """A target with code that its files ask for; the code writes a file when it runs."""
     from tokenizers import Tokenizer, models
 
     source, trace = tmp_path / "source", tmp_path / "ran"
