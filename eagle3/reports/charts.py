@@ -1,7 +1,7 @@
 """Line and bar charts as inline SVG, from plain numbers; the page's CSS colours text and grid."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -22,15 +22,18 @@ def metric_curves(metrics: Sequence[dict[str, Any]], names: Mapping[str, str]) -
     """
     curves: dict[str, list[Point]] = {}
     for line in metrics:
-        for key, name in names.items():
-            value = line.get(key)
-            numbers = (
-                {f"{name} {i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
-            )
-            for curve, number in numbers.items():
-                if number is not None:
-                    curves.setdefault(curve, []).append((float(line["step"]), float(number)))
+        for curve, value in _named_numbers(line, names):
+            curves.setdefault(curve, []).append((float(line["step"]), float(value)))
     return curves
+
+
+def _named_numbers(line: dict[str, Any], names: Mapping[str, str]) -> Iterator[tuple[str, float]]:
+    for key, name in names.items():
+        value = line.get(key)
+        if isinstance(value, list):
+            yield from ((f"{name} {i}", v) for i, v in enumerate(value))
+        elif value is not None:
+            yield name, value
 
 
 def line_chart(

@@ -76,7 +76,7 @@ SECRET = "s3://key:s3cr3t@bucket/x"
         (PromoteConfig, {"place": SECRET}, "promote.place"),
     ],
 )
-def test_credentials_in_a_url_are_refused_and_shown_by_nobody(
+def test_credentials_in_a_url_are_refused_and_never_shown(
     block: type[StageConfig], setting: Any, key: str
 ) -> None:
     with pytest.raises(
@@ -88,7 +88,7 @@ def test_credentials_in_a_url_are_refused_and_shown_by_nobody(
     assert "s3cr3t" not in f"{by_keys.value} {plain.value}"
 
 
-def test_what_came_in_place_of_a_setting_is_shown_without_the_secrets_of_urls() -> None:
+def test_a_wrong_value_is_shown_without_the_secrets_of_urls() -> None:
     with pytest.raises(
         ValueError,
         match=r"target.name: Field required, got .*target.nam: no such setting.*got 's3://bucket/x'",
@@ -100,7 +100,7 @@ def test_what_came_in_place_of_a_setting_is_shown_without_the_secrets_of_urls() 
     assert "s3cr3t" not in str(e2.value)
 
 
-def test_a_pre_signed_url_is_a_place() -> None:
+def test_a_presigned_url_is_accepted() -> None:
     url = "https://host/rows.jsonl?X-Amz-Signature=x"
     assert SourceConfig(path=url).path == url
 
@@ -115,7 +115,7 @@ def test_every_process_needs_a_pack_in_each_step() -> None:
         TrainConfig(processes=3, packs_per_step=2)
 
 
-def test_where_and_how_do_not_decide_the_result() -> None:
+def test_settings_of_how_training_runs_do_not_decide_the_result() -> None:
     how = {
         "device": "cpu",
         "processes": 2,
@@ -130,8 +130,8 @@ def test_where_and_how_do_not_decide_the_result() -> None:
     assert TrainConfig(seed=1).settings_of_result() == TrainConfig(seed=1)
 
 
-def test_a_device_that_decides_the_dtype_stands_in_keys_as_that_dtype() -> None:
-    """auto is bfloat16 on a GPU and float32 on a CPU: the draft of one is not the other's."""
+def test_a_device_that_decides_the_dtype_is_in_keys_as_that_dtype() -> None:
+    """auto is bfloat16 on a GPU and float32 on a CPU, which train different drafts."""
     kept = {device: TrainConfig(device=device).settings_of_result() for device in ("auto", "cpu", "cuda")}
     assert kept == {
         "auto": TrainConfig(),
@@ -140,7 +140,7 @@ def test_a_device_that_decides_the_dtype_stands_in_keys_as_that_dtype() -> None:
     }
 
 
-def test_settings_of_a_result_pass_their_own_checks() -> None:
+def test_settings_of_the_result_are_valid_settings() -> None:
     given = TrainConfig(packs_per_step=4, processes=4)
     assert TrainConfig.model_validate_json(given.settings_of_result().model_dump_json()) == TrainConfig(
         packs_per_step=4
@@ -161,7 +161,7 @@ def test_rows_that_keep_their_answers_must_fit_where_others_are_regenerated() ->
             check_lengths(data, ENGINE, RegenerateConfig(max_new_tokens=40), EvaluateConfig(max_new_tokens=8))
 
 
-def test_a_source_is_sampled_by_its_own_settings_where_it_has_some() -> None:
+def test_a_source_is_sampled_by_its_own_settings_if_it_has_some() -> None:
     own = {"tasks": SamplingConfig(temperature=0.0), "long": SamplingConfig(max_new_tokens=90, top_p=0.5)}
     cfg = RegenerateConfig(temperature=0.7, max_new_tokens=40, sources=own)
     assert cfg.sampling("tasks") == (0.0, 1.0, 40)
@@ -187,7 +187,7 @@ def test_a_source_is_sampled_by_its_own_settings_where_it_has_some() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "text", "said"),
+    ("block", "text", "message"),
     [
         (TrainConfig, '{"epohcs": 3}', "train.epohcs: no such setting, correct or remove it, got 3"),
         (
@@ -214,10 +214,10 @@ def test_a_source_is_sampled_by_its_own_settings_where_it_has_some() -> None:
         (EngineConfig, "[]", "engine: Input should be an object, got \\[\\]"),
     ],
 )
-def test_what_is_wrong_in_a_block_of_a_recipe_is_said_in_one_line(
-    block: type[StageConfig], text: str, said: str
+def test_errors_in_a_block_of_a_recipe_take_one_line(
+    block: type[StageConfig], text: str, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"^{said}$") as error:
+    with pytest.raises(ValueError, match=f"^{message}$") as error:
         block.model_validate_json(text)
     assert "\n" not in str(error.value)
     assert error.value.__cause__ is None
@@ -229,5 +229,5 @@ def test_long_values_are_cut_in_the_message() -> None:
     assert len(str(error.value)) < 300
 
 
-def test_a_right_block_is_read_as_ever() -> None:
+def test_a_valid_block_is_read_as_pydantic_reads_it() -> None:
     assert TrainConfig.model_validate_json('{"epochs": 3}', strict=False, context={}) == TrainConfig(epochs=3)

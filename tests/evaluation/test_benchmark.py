@@ -41,7 +41,7 @@ def write_inputs(path: Path) -> tuple[str, str, str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the reference engine is tested on Linux")
-def test_every_pass_is_shown_to_its_end_and_the_walk_counts_as_the_engine_does(tmp_path: Path) -> None:
+def test_every_pass_reports_progress_and_the_walk_counts_as_the_engine_does(tmp_path: Path) -> None:
     samples: dict[str, list[Progress]] = {}
 
     def watch(label: str) -> Watch:
@@ -67,9 +67,7 @@ def test_every_pass_is_shown_to_its_end_and_the_walk_counts_as_the_engine_does(t
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the reference engine is tested on Linux")
-def test_every_engine_is_split_over_the_gpus_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_engine_uses_the_given_number_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     run = engine.run
 

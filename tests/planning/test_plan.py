@@ -26,14 +26,14 @@ def plan(config: dict[str, Any] = LLAMA31_8B, work: Workload = WORK, **blocks: d
 def test_supported_targets_are_planned_and_shown(config: dict[str, Any]) -> None:
     made = plan(config)
     text = render_text(made)
-    for said in ("org/target", "1,000 in 4 shards", "estimates, not measurements", "assumed:"):
-        assert said in text
+    for part in ("org/target", "1,000 in 4 shards", "estimates, not measurements", "assumed:"):
+        assert part in text
     assert [s.stage for s in made.stages] == ["regenerate", "extract", "train", "evaluate"]
     assert all(s.gpu_hours > 0 and s.hours > 0 for s in made.stages)
     assert made.to_dict()["assumptions"]
 
 
-def test_bytes_of_states_are_the_formats_own_with_the_measured_compression() -> None:
+def test_bytes_of_states_follow_the_format_and_the_measured_compression() -> None:
     made = plan()
     assert made.max_state_bytes == hidden_state_bytes(900_000, 800_000, 3, 4096, "bf16")
     assert made.state_bytes == round(0.73 * hidden_state_bytes(500_000, 400_000, 3, 4096, "bf16"))
@@ -61,7 +61,7 @@ def test_hours_follow_the_stated_formulas() -> None:
     assert hours(made, "regenerate") == pytest.approx((writing + starts) / 3600)
 
 
-def test_more_gpus_save_time_and_cost_none_of_it_twice() -> None:
+def test_more_gpus_save_hours_but_no_gpu_hours() -> None:
     one, four = (
         plan(train={"packs_per_step": 4}),
         plan(train={"packs_per_step": 4}, resources={"trainer": {"gpus": 4}}),
@@ -76,7 +76,7 @@ def test_more_gpus_save_time_and_cost_none_of_it_twice() -> None:
     )
 
 
-def test_zstd_sets_the_pace_where_it_is_slower_than_the_gpu() -> None:
+def test_zstd_limits_the_speed_if_it_is_slower_than_the_gpu() -> None:
     work = replace(
         WORK, rows=200_000, tokens=100_000_000, supervised=80_000_000, max_tokens=10**8, max_supervised=10**8
     )
@@ -106,10 +106,10 @@ def test_quantities_are_bytes(quantity: str, size: int) -> None:
     assert quantity_bytes(quantity) == size
 
 
-def test_shards_too_small_for_their_engines_start_are_named_with_the_size_that_would_do() -> None:
+def test_a_note_names_shards_too_small_for_an_engine_start_and_the_size_that_is_enough() -> None:
     small = plan(data={"rows_per_shard": 250})
-    said = next(note for note in small.notes if note.startswith("extract: starting the engine takes"))
-    found = re.search(r"rows_per_shard of ([\d,]+) it would be 10%", said)
+    message = next(note for note in small.notes if note.startswith("extract: starting the engine takes"))
+    found = re.search(r"rows_per_shard of ([\d,]+) it would be 10%", message)
     assert found
     enough = int(found[1].replace(",", ""))
     times = enough // 250 + 1

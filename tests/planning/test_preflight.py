@@ -47,11 +47,13 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "blocks", "said"), REFUSALS, ids=[said[:40] for *_, said in REFUSALS])
+@pytest.mark.parametrize(
+    ("changes", "blocks", "message"), REFUSALS, ids=[message[:40] for *_, message in REFUSALS]
+)
 def test_settings_that_do_not_fit_the_target_are_refused(
-    changes: dict[str, Any], blocks: dict[str, Any], said: str
+    changes: dict[str, Any], blocks: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         check_target(settings(**blocks), LLAMA31_8B | changes, "org/target", DISKS)
 
 

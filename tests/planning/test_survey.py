@@ -1,4 +1,4 @@
-"""What a survey says of sources: exact where it reads them whole, near where it samples them."""
+"""Surveys of sources: exact if they are read whole, close if they are sampled."""
 
 import json
 from pathlib import Path
@@ -59,13 +59,13 @@ def test_small_sources_are_counted_as_prepare_will(
     made = prepare_shards(heldout, tokenizer_dir, cfg, regenerate, tmp_path / "out")
     found, num_heldout = survey(sources, heldout, tokenizer_dir, cfg, regenerate)
     work = workload(settings(data=cfg, regenerate={"enabled": regenerate, "max_new_tokens": 10}), found)
-    figures = made.report["sources"]
+    statistics = made.report["sources"]
     assert [(s.name, s.rows, s.tokens, s.supervised) for s in found] == [
-        (name, f["rows_kept"], f["tokens"], f["supervised_tokens"]) for name, f in figures.items()
+        (name, f["rows_kept"], f["tokens"], f["supervised_tokens"]) for name, f in statistics.items()
     ]
     assert {s.basis for s in found} == {"counted"}
     assert [s.dropped_share for s in found] == pytest.approx(
-        [1 - f["rows_kept"] / f["rows_read"] for f in figures.values()]
+        [1 - f["rows_kept"] / f["rows_read"] for f in statistics.values()]
     )
     assert (work.rows, work.shards) == (made.report["rows_kept"], len(made.shards))
     assert num_heldout == made.heldout.summary.rows
@@ -97,7 +97,7 @@ def test_large_sources_are_estimated_from_their_first_rows(
     assert survey([limited], heldout, tokenizer_dir, DataConfig(), regenerate=True)[0][0].rows == 300
 
 
-def test_where_rows_cannot_be_counted_the_figures_are_the_least(
+def test_counts_are_lower_bounds_if_rows_cannot_be_counted(
     tokenizer_dir: Path, tmp_path: Path, heldout: SourceConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import gzip
@@ -116,7 +116,7 @@ def test_where_rows_cannot_be_counted_the_figures_are_the_least(
     )  # one row of the ten has no answer to ask for
 
 
-def test_a_source_that_is_mostly_useless_is_refused(
+def test_a_source_with_mostly_unusable_rows_is_refused(
     tokenizer_dir: Path, tmp_path: Path, heldout: SourceConfig
 ) -> None:
     source = write(tmp_path / "bad.jsonl", [{"messages": 7}] * 3 + [conversation(9)])
@@ -127,7 +127,7 @@ def test_a_source_that_is_mostly_useless_is_refused(
         survey([source], heldout, tokenizer_dir, DataConfig(), regenerate=True)
 
 
-def test_of_a_sample_only_one_without_a_usable_row_is_refused(
+def test_a_sample_is_refused_only_if_no_row_is_usable(
     tokenizer_dir: Path, tmp_path: Path, heldout: SourceConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(surveying, "COUNT_ROWS", 20)
@@ -141,7 +141,7 @@ def test_of_a_sample_only_one_without_a_usable_row_is_refused(
         survey([useless], heldout, tokenizer_dir, DataConfig(), regenerate=True)
 
 
-def test_without_a_held_out_prompt_nothing_can_be_measured(
+def test_a_run_without_held_out_prompts_is_refused(
     tokenizer_dir: Path, tmp_path: Path, heldout: SourceConfig
 ) -> None:
     source = write(tmp_path / "a.jsonl", [conversation(9)])
@@ -155,7 +155,7 @@ def source_of(rows: int, tokens: int) -> SourceSurvey:
     return SourceSurvey("s", "counted", rows, tokens, 0, rows, 0, 0.0)
 
 
-def test_every_answer_that_the_target_is_to_write_is_counted_with_its_sources_limit(
+def test_answers_to_come_are_counted_with_the_limit_of_their_source(
     tokenizer_dir: Path, tmp_path: Path, heldout: SourceConfig
 ) -> None:
     turns = [

@@ -6,7 +6,7 @@ from eagle3.reports.charts import bar_chart, line_chart, metric_curves, nice_tic
 from tests.helpers.pages import Page
 
 
-def test_a_list_of_numbers_makes_a_curve_each_and_missing_ones_no_point() -> None:
+def test_a_list_of_numbers_makes_a_curve_for_each_of_them() -> None:
     metrics = [
         {"step": 1, "loss": 3.0, "loss_by_step": [4.0, 5.0]},
         {"step": 2, "loss": None},
@@ -24,7 +24,7 @@ def test_a_chart_names_its_curves_axes_and_marks() -> None:
     assert page.text == "Loss a 1 1.5 2 2.5 3 0 1 2 3 4 here steps"
 
 
-def test_points_that_are_not_finite_are_left_out_and_without_a_point_the_chart_says_so() -> None:
+def test_points_that_are_not_finite_are_left_out() -> None:
     infinite = [(1.0, float("nan")), (2.0, float("inf"))]
     assert Page(line_chart("Loss", {"a": infinite}, "steps")).text == "Loss nothing was recorded"
     assert line_chart("Loss", {"a": [*infinite, (3.0, 1.0)]}, "steps") == line_chart(

@@ -19,8 +19,8 @@ OUTCOMES |= {"skipped": 3, "tool_calls": 6, "at_length_limit": 10}
 
 
 def source(**changes: Any) -> dict[str, Any]:
-    figures: dict[str, Any] = dict.fromkeys(("rows_read", "conversations", "rows_kept"), 4)
-    figures |= {
+    statistics: dict[str, Any] = dict.fromkeys(("rows_read", "conversations", "rows_kept"), 4)
+    statistics |= {
         "dropped": {},
         "examples": {},
         "truncated": 0,
@@ -28,7 +28,7 @@ def source(**changes: Any) -> dict[str, Any]:
         "supervised_tokens": 0,
         "with_tool_calls": 1,
     }
-    return figures | {"formats": {"prompt": 4}, "lengths": [[128, 4]], "turns": [[1, 3], [2, 1]]} | changes
+    return statistics | {"formats": {"prompt": 4}, "lengths": [[128, 4]], "turns": [[1, 3], [2, 1]]} | changes
 
 
 def prepared(**sources: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The report page is one small file that shows what it was given and lets nothing of it act."""
+"""The report of a run is one small file, with all text from data escaped."""
 
 from typing import Any
 

@@ -64,8 +64,6 @@ def test_prepare_alone_and_the_whole_run_share_one_cache_entry(
     assert list(store.root().glob("target-*/*.safetensors"))
 
 
-def test_a_run_that_would_not_fit_on_this_disk_is_told_so(
-    planner: Planner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_notes_that_this_disk_is_too_small(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "free_bytes", lambda: 10)
     assert "a run on this machine would be refused" in planner.plan()[1].output

@@ -1,4 +1,4 @@
-"""What a user reads of a recipe that is wrong, and how soon: the last words name the key and what came."""
+"""Errors of a wrong recipe: their last words name the key and what came, before anything runs."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def prompts(workplace: Path) -> Path:
 @pytest.mark.parametrize(
     ("file", "missing"), [("train_eagle3", "target"), ("retrain_eagle3", "target, promote")]
 )
-def test_what_a_recipe_must_name_is_asked_for(workplace: Path, file: str, missing: str) -> None:
+def test_missing_inputs_of_a_recipe_are_named(workplace: Path, file: str, missing: str) -> None:
     recipe = workplace / "recipe.yaml"
     recipe.write_text(f"heldout: {write_prompts(workplace / 'heldout.jsonl', 0, 2)}")
     said = words(pyflyte_run(recipe, f"{file}.py", file))
@@ -44,7 +44,7 @@ def test_a_wrong_setting_ends_in_one_line(
 
 
 @pytest.mark.parametrize("workflow", ["train_eagle3", "until_train", "train_from_states"])
-def test_a_run_name_that_leads_elsewhere_is_refused_before_anything_is_made(
+def test_a_run_name_that_leads_elsewhere_is_refused_before_anything_is_written(
     workplace: Path, tiny_target: Path, prompts: Path, workflow: str
 ) -> None:
     recipe = write_recipe(workplace / "recipe.yaml", tiny_target, prompts)
