@@ -56,7 +56,7 @@ def test_sources_become_shards_with_counts_and_report(run: Any, workplace: Path,
     assert list(report["vocab"]["by_source"]) == ["chats"]
     assert report["vocab"]["size"] == 64
     assert report["vocab"]["by_source"]["chats"] == [report["sources"]["chats"]["supervised_tokens"]] * 2
-    assert "train: what is covered is known when the target has answered" in page
+    assert "train: the coverage is known when the target has answered" in page
 
 
 def test_only_a_change_of_content_prepares_again(run: Any, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_where_all_rows_wait_no_coverage_is_shown(run: Any, workplace: Path, tmp
     assert result.exit_code == 0, (result.output, result.exception)
     assert "vocab" not in json.loads((workplace / "runs/tiny/data.json").read_text())
     assert (
-        "train: what is covered is known when the target has answered"
+        "train: the coverage is known when the target has answered"
         in (workplace / "runs/tiny/data.html").read_text()
     )
     assert not [e for e in journal.entries() if e.stage == "describe_rows"]
