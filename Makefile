@@ -22,7 +22,7 @@ ENGINE_ENV := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false
 .DEFAULT_GOAL := smoke
 
 smoke: .venv/installed $(TARGET)
-	$(ENGINE_ENV) .venv/bin/pyflyte run workflows/train_eagle3.py train_eagle3 --inputs-file $(RECIPE)
+	$(ENGINE_ENV) .venv/bin/pyflyte run workflows/train_eagle3.py train_eagle3 --recipe $(RECIPE)
 
 # Two processes; tests/conftest.py keeps tests that share an engine or a cluster in one of them.
 PYTEST := $(ENGINE_ENV) .venv/bin/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder

@@ -21,8 +21,8 @@ from click.testing import CliRunner
 from flytekit.clis.sdk_in_container.pyflyte import main as pyflyte
 
 from eagle3.config.base import StageConfig
+from eagle3.config.run import RunSettings
 from eagle3.config.training import PromoteConfig
-from workflows.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -178,7 +178,7 @@ def settings() -> dict[str, set[str]]:
 
 
 def models() -> dict[str, type[StageConfig]]:
-    blocks = get_type_hints(Recipe) | {"promote": PromoteConfig}
+    blocks = get_type_hints(RunSettings) | {"promote": PromoteConfig}
     return {k: t for k, t in blocks.items() if isinstance(t, type) and issubclass(t, StageConfig)}
 
 

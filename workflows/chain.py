@@ -4,15 +4,30 @@
     regenerate_responses -> build_vocab           -> train_draft -> export_draft -> evaluate_draft -> summarize_run
                          \\> extract_hidden_states /
 
-Every stage is cached by the content of what it reads (`*_digest`, `source_versions`) and its own settings; places, and where and
-how a stage runs, are in no key (but that of prepare_heldout, the work of seconds). So a workflow that stops early, or starts from
-what exists, shares its entries with all others.
+Every stage is cached by the content of what it reads (`*_digest`, `source_versions`) and its own settings; URIs, and where
+and how a stage runs, are in no key. So a workflow that stops early, or starts from what exists, shares its entries with
+all others. The types here are those of the values; while a workflow is compiled, Flyte's promises stand for them.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
-from workflows.recipe import Recipe
+from flytekit.types.directory import FlyteDirectory
+
+from workflows.flyte.interfaces import (
+    DraftCheckpoint,
+    DraftExport,
+    DraftVocab,
+    EvaluationReport,
+    GivenHiddenStates,
+    GivenTokenShards,
+    HiddenStateShards,
+    PreparedData,
+    Resolved,
+    Target,
+    TokenShard,
+    TokenShards,
+)
+from workflows.flyte.recipe import Recipe
 from workflows.tasks.build_vocab import build_vocab
 from workflows.tasks.describe_rows import describe_rows
 from workflows.tasks.evaluate_draft import evaluate_draft_node
@@ -30,200 +45,187 @@ from workflows.tasks.train_draft import train_draft_node
 
 @dataclass(frozen=True)
 class Start:
-    """What every stage reads. found: ResolvedInputs. model: Target. data: PreparedData. All are promises."""
+    """What every stage reads."""
 
-    found: Any
-    model: Any
-    data: Any
+    recipe: Recipe
+    resolved: Resolved
+    target: Target
+    data: PreparedData
 
 
 @dataclass(frozen=True)
 class Trained:
-    """vocab: DraftVocab. checkpoint: DraftCheckpoint. Promises."""
-
-    vocab: Any
-    checkpoint: Any
+    vocab: DraftVocab
+    checkpoint: DraftCheckpoint
 
 
 @dataclass(frozen=True)
 class Measured:
-    """draft: DraftExport. report: EvaluationReport. summary: FlyteDirectory. Promises."""
-
-    draft: Any
-    report: Any
-    summary: Any
+    draft: DraftExport
+    report: EvaluationReport
+    summary: FlyteDirectory
 
 
 def prepare(recipe: Recipe) -> Start:
     """From a recipe's prompts and sources."""
-    found = resolve(recipe)
-    model = _fetch_target(recipe, found)
-    data = _prepare_data(recipe, found, model)
-    return Start(found, model, data)
+    resolved: Resolved = resolve_inputs(recipe=recipe)
+    target = _fetch_target(recipe, resolved)
+    return Start(recipe, resolved, target, _prepare_data(recipe, resolved, target))
 
 
 def prepare_alone(recipe: Recipe) -> Start:
     """The same, without the target's weights."""
-    found = resolve(recipe)
-    model = fetch_tokenizer(target=recipe.target, ref=found.target, target_digest=found.target.digest)
-    return Start(found, model, _prepare_data(recipe, found, model))
+    resolved: Resolved = resolve_inputs(recipe=recipe)
+    ref = resolved.found.target
+    target: Target = fetch_tokenizer(ref=ref, target_digest=ref.digest, recipe=recipe)
+    return Start(recipe, resolved, target, _prepare_data(recipe, resolved, target))
 
 
-def resolve(recipe: Recipe) -> Any:
-    """ResolvedInputs, once the recipe has passed all checks."""
-    return resolve_inputs(
-        run_name=recipe.run_name, prompts=recipe.prompts, heldout=recipe.heldout, **recipe.blocks()
-    )
+def _fetch_target(recipe: Recipe, resolved: Resolved) -> Target:
+    ref = resolved.found.target
+    target: Target = fetch_target_node(ref=ref, target_digest=ref.digest, recipe=recipe)
+    return target
 
 
-def _fetch_target(recipe: Recipe, found: Any) -> Any:
-    return fetch_target_node(
-        target=recipe.target, ref=found.target, target_digest=found.target.digest, resources=recipe.resources
-    )
-
-
-def _prepare_data(recipe: Recipe, found: Any, model: Any) -> Any:
-    return prepare_data_node(
-        prompts=recipe.prompts,
+def _prepare_data(recipe: Recipe, resolved: Resolved, target: Target) -> PreparedData:
+    found = resolved.found
+    data: PreparedData = prepare_data_node(
         prompts_digest=found.prompts_digest,
         source_versions=found.source_versions,
-        heldout=recipe.heldout,
         heldout_digest=found.heldout_digest,
-        target=model,
+        target=target,
         target_digest=found.target.digest,
-        data=recipe.data,
+        data=resolved.data,
         regenerate=found.regenerate,
-        resources=recipe.resources,
+        recipe=recipe,
     )
+    return data
 
 
-def _prepare_heldout(recipe: Recipe) -> tuple[Any, Any, Any]:
-    """Inputs, target and held-out prompts alone; prompts and sources of the recipe are left alone."""
-    found = resolve_without_data(run_name=recipe.run_name, heldout=recipe.heldout, **recipe.blocks())
-    model = _fetch_target(recipe, found)
-    heldout = prepare_heldout(
-        heldout=recipe.heldout,
-        heldout_digest=found.heldout_digest,
-        target=model,
-        target_digest=found.target.digest,
-        data=recipe.data,
+def _prepare_heldout(recipe: Recipe, resolved: Resolved, target: Target) -> TokenShard:
+    """Held-out prompts alone; prompts and sources of the recipe are not read."""
+    heldout: TokenShard = prepare_heldout(
+        heldout_digest=resolved.found.heldout_digest,
+        target=target,
+        target_digest=resolved.found.target.digest,
+        data=resolved.data,
+        recipe=recipe,
     )
-    return found, model, heldout
+    return heldout
 
 
-def from_token_shards(recipe: Recipe, shards: list[str]) -> tuple[Start, Any]:
-    """From token shards that exist; those that wait are answered. Returns the start and the rows: TokenShards."""
-    found, model, heldout = _prepare_heldout(recipe)
-    given = take_token_shards(places=shards, heldout=heldout, target=model, regenerate=recipe.regenerate)
-    made = answer(recipe, Start(found, model, given.waiting))
-    rows = join_token_shards(answered=given.answered, made=made)
-    return Start(found, model, given.data), rows
+def from_token_shards(recipe: Recipe, shards: list[str]) -> tuple[Start, TokenShards]:
+    """From token shards that exist; those that wait are answered. Returns the rows, too."""
+    resolved: Resolved = resolve_without_data(recipe=recipe)
+    target = _fetch_target(recipe, resolved)
+    heldout = _prepare_heldout(recipe, resolved, target)
+    given: GivenTokenShards = take_token_shards(places=shards, heldout=heldout, target=target, recipe=recipe)
+    made = answer(Start(recipe, resolved, target, given.waiting))
+    rows: TokenShards = join_token_shards(answered=given.answered, made=made)
+    return Start(recipe, resolved, target, given.data), rows
 
 
-def from_hidden_states(recipe: Recipe, shards: list[str]) -> tuple[Start, Any, Any]:
-    """From hidden states that exist. Returns the start, their rows (TokenShards) and themselves (HiddenStateShards)."""
-    found, model, heldout = _prepare_heldout(recipe)
-    given = take_hidden_states(places=shards, heldout=heldout, target=model, extract=recipe.extract)
-    return Start(found, model, given.data), given.rows, given.states
-
-
-def answer(recipe: Recipe, start: Start) -> Any:
-    """TokenShards with the target's answers: to chats, then to tool tasks."""
-    return regenerate_responses(
-        data=start.data,
-        target=start.model,
-        engine=recipe.engine,
-        regenerate=recipe.regenerate,
-        fanout=recipe.fanout,
-        resources=recipe.resources,
+def from_hidden_states(recipe: Recipe, shards: list[str]) -> tuple[Start, TokenShards, HiddenStateShards]:
+    """From hidden states that exist. Returns their rows and themselves, too."""
+    resolved: Resolved = resolve_without_data(recipe=recipe)
+    target = _fetch_target(recipe, resolved)
+    heldout = _prepare_heldout(recipe, resolved, target)
+    given: GivenHiddenStates = take_hidden_states(
+        places=shards, heldout=heldout, target=target, recipe=recipe
     )
+    return Start(recipe, resolved, target, given.data), given.rows, given.states
 
 
-def choose_vocab(recipe: Recipe, start: Start, rows: Any) -> Any:
-    """DraftVocab of the answered rows."""
-    return build_vocab(
+def answer(start: Start) -> TokenShards:
+    """The target's answers: to chats, then to tool tasks."""
+    rows: TokenShards = regenerate_responses(data=start.data, target=start.target, recipe=start.recipe)
+    return rows
+
+
+def choose_vocab(start: Start, rows: TokenShards) -> DraftVocab:
+    """The draft vocabulary of the answered rows."""
+    vocab: DraftVocab = build_vocab(
         shards=rows,
         shards_digest=rows.digest,
-        target=start.model,
-        target_digest=start.found.target.digest,
-        vocab=recipe.vocab,
-        init_from=start.found.init_from,
-        init_digest=start.found.init_digest,
+        target=start.target,
+        target_digest=start.resolved.found.target.digest,
+        vocab=start.resolved.vocab,
+        init_from=start.resolved.found.init_from,
+        init_digest=start.resolved.found.init_digest,
     )
+    return vocab
 
 
-def extract(recipe: Recipe, start: Start, rows: Any) -> Any:
-    """HiddenStateShards of the answered rows."""
-    return extract_hidden_states(
-        shards=rows,
-        target=start.model,
-        engine=recipe.engine,
-        extract=recipe.extract,
-        fanout=recipe.fanout,
-        resources=recipe.resources,
-    )
+def extract(start: Start, rows: TokenShards) -> HiddenStateShards:
+    """Hidden states of the answered rows."""
+    states: HiddenStateShards = extract_hidden_states(shards=rows, target=start.target, recipe=start.recipe)
+    return states
 
 
-def train(recipe: Recipe, start: Start, rows: Any, states: Any) -> Trained:
+def train(start: Start, rows: TokenShards, states: HiddenStateShards) -> Trained:
     """Vocabulary and checkpoint."""
-    vocab = choose_vocab(recipe, start, rows)
-    checkpoint = train_draft_node(
+    vocab = choose_vocab(start, rows)
+    checkpoint: DraftCheckpoint = train_draft_node(
         states=states,
         states_digest=states.digest,
         vocab=vocab,
         vocab_digest=vocab.digest,
-        target=start.model,
-        target_digest=start.found.target.digest,
-        init_from=start.found.init_from,
-        init_digest=start.found.init_digest,
-        train=recipe.train,
-        resources=recipe.resources,
+        target=start.target,
+        target_digest=start.resolved.found.target.digest,
+        init_from=start.resolved.found.init_from,
+        init_digest=start.resolved.found.init_digest,
+        train=start.resolved.train,
+        recipe=start.recipe,
     )
     return Trained(vocab, checkpoint)
 
 
-def export(recipe: Recipe, start: Start, trained: Trained) -> Any:
-    """DraftExport of the checkpoint."""
-    return export_draft(
+def export(start: Start, trained: Trained) -> DraftExport:
+    """The checkpoint as vLLM loads it."""
+    draft: DraftExport = export_draft(
         checkpoint=trained.checkpoint,
         checkpoint_digest=trained.checkpoint.digest,
         vocab=trained.vocab,
         vocab_digest=trained.vocab.digest,
-        target=start.model,
-        target_digest=start.found.target.digest,
-        public_name=start.found.public_name,
-        export=recipe.export,
+        target=start.target,
+        target_digest=start.resolved.found.target.digest,
+        public_name=start.resolved.found.public_name,
+        export=start.resolved.export,
     )
+    return draft
 
 
-def evaluate(recipe: Recipe, start: Start, draft: Any) -> Any:
-    """EvaluationReport of an export on the held-out prompts."""
-    return evaluate_draft_node(
+def evaluate(start: Start, draft: DraftExport) -> EvaluationReport:
+    """An export on the held-out prompts."""
+    report: EvaluationReport = evaluate_draft_node(
         draft=draft,
         draft_digest=draft.digest,
         heldout=start.data.heldout,
         heldout_digest=start.data.heldout.digest,
-        target=start.model,
-        target_digest=start.found.target.digest,
-        engine=recipe.engine,
-        evaluate=recipe.evaluate,
-        fanout=recipe.fanout,
-        resources=recipe.resources,
+        target=start.target,
+        target_digest=start.resolved.found.target.digest,
+        engine=start.resolved.engine,
+        evaluate=start.resolved.evaluate,
+        recipe=start.recipe,
     )
+    return report
 
 
-def finish(recipe: Recipe, start: Start, rows: Any, states: Any) -> Measured:
-    """Everything behind extraction: train, export, evaluate, summary."""
-    trained = train(recipe, start, rows, states)
-    draft = export(recipe, start, trained)
-    report = evaluate(recipe, start, draft)
-    described = describe_rows(
-        shards=rows, shards_digest=rows.digest, target=start.model, target_digest=start.found.target.digest
+def finish(start: Start, rows: TokenShards, states: HiddenStateShards) -> Measured:
+    """Everything after extraction: train, export, evaluate, summary."""
+    trained = train(start, rows, states)
+    draft = export(start, trained)
+    report = evaluate(start, draft)
+    described: FlyteDirectory = describe_rows(
+        shards=rows,
+        shards_digest=rows.digest,
+        target=start.target,
+        target_digest=start.resolved.found.target.digest,
     )
-    summary = summarize_run(
-        run_name=recipe.run_name,
-        found=start.found,
-        model=start.model,
+    summary: FlyteDirectory = summarize_run(
+        recipe=start.recipe,
+        found=start.resolved.found,
+        model=start.target,
         prepared=start.data,
         rows=rows,
         described=described,
@@ -232,15 +234,5 @@ def finish(recipe: Recipe, start: Start, rows: Any, states: Any) -> Measured:
         checkpoint=trained.checkpoint,
         draft=draft,
         evaluation=report,
-        target=recipe.target,
-        engine=recipe.engine,
-        data=recipe.data,
-        regenerate=recipe.regenerate,
-        vocab=recipe.vocab,
-        extract=recipe.extract,
-        train=recipe.train,
-        export=recipe.export,
-        evaluate=recipe.evaluate,
-        fanout=recipe.fanout,
     )
     return Measured(draft, report, summary)

@@ -1,19 +1,19 @@
-"""A run's plan from its recipe, in seconds and without a GPU: rows, tokens, bytes, hours, and every refusal.
+"""A run's plan from its recipe, in seconds and without a GPU: rows, tokens, bytes, hours, and every refusal of a run.
 
-pyflyte run workflows/plan.py plan --inputs-file recipe.yaml
+pyflyte run workflows/plan.py plan --recipe recipe.yaml
 """
 
-from typing import cast
-
+from flytekit import workflow
 from flytekit.types.file import FlyteFile
 
-from workflows import chain
-from workflows.recipe import Recipe, recipe_workflow
+from workflows.flyte.interfaces import Resolved
+from workflows.flyte.recipe import Recipe
 from workflows.tasks.plan_run import plan_run
+from workflows.tasks.resolve_inputs import resolve_inputs
 
 
-@recipe_workflow
+@workflow
 def plan(recipe: Recipe) -> FlyteFile:
-    """Plan a run and stop; the inputs are those of train_eagle3, the result is plan.json."""
-    found = chain.resolve(recipe)
-    return cast(FlyteFile, plan_run(run_name=recipe.run_name, found=found, **recipe.blocks()))
+    """Plan a run and stop; the result is plan.json."""
+    resolved: Resolved = resolve_inputs(recipe=recipe)
+    return plan_run(recipe=recipe, found=resolved.found)

@@ -1,25 +1,20 @@
 """The prepare stage alone: token shards, their counts and the data report, from the recipe of a whole run.
 
-pyflyte run workflows/prepare_data.py prepare_shards --inputs-file recipe.yaml
+pyflyte run workflows/prepare_data.py prepare_shards --recipe recipe.yaml
 """
 
-from typing import cast
+from flytekit import workflow
 
 from workflows import chain
 from workflows.flyte.interfaces import PreparedData
-from workflows.recipe import Recipe, recipe_workflow
+from workflows.flyte.recipe import Recipe
 from workflows.tasks.prepare_data import report_data
 
 
-@recipe_workflow
+@workflow
 def prepare_shards(recipe: Recipe) -> PreparedData:
-    """Prepare a run's data and stop. Blocks of later stages are taken so that a run's recipe fits; most do nothing here."""
+    """Prepare a run's data and stop."""
     start = chain.prepare_alone(recipe)
-    report = report_data(
-        run_name=recipe.run_name,
-        data=start.data,
-        target=start.model,
-        vocab=recipe.vocab,
-        init_from=start.found.init_from,
-    )
-    return cast(PreparedData, report)
+    init_from = start.resolved.found.init_from
+    data: PreparedData = report_data(data=start.data, target=start.target, init_from=init_from, recipe=recipe)
+    return data

@@ -1,15 +1,16 @@
-"""train_eagle3, and the draft takes the place of the one that is served, unless it is worse.
+"""train_eagle3, and the new draft replaces the one that is served, unless it is worse.
 
-pyflyte run workflows/retrain_eagle3.py retrain_eagle3 --inputs-file recipe.yaml --promote '{"place": "runs/promoted"}'
+pyflyte run workflows/retrain_eagle3.py retrain_eagle3 --recipe recipe.yaml --promote '{"place": "runs/promoted"}'
 """
 
 from dataclasses import replace
-from typing import cast
+
+from flytekit import workflow
 
 from eagle3.config.training import PromoteConfig
 from workflows import chain
-from workflows.flyte.interfaces import Promotion
-from workflows.recipe import Recipe, recipe_workflow
+from workflows.flyte.interfaces import CurrentDraft, DraftExport, Promotion
+from workflows.flyte.recipe import Recipe
 from workflows.tasks.promote_draft import (
     check_current_draft,
     choose_opponent,
@@ -18,26 +19,34 @@ from workflows.tasks.promote_draft import (
 )
 
 
-@recipe_workflow
-def retrain_eagle3(recipe: Recipe, promote: PromoteConfig) -> Promotion:
-    """Train from the promoted draft, measure both on the same held-out prompts, promote the new one unless it is worse."""
-    current = find_current_draft(promote=promote, train=recipe.train)
-    recipe = replace(recipe, train=current.train)
-    start = chain.prepare(recipe)
-    start = replace(start, model=check_current_draft(made_for=current.target_digest, target=start.model))
-    rows = chain.answer(recipe, start)
-    measured = chain.finish(recipe, start, rows, chain.extract(recipe, start, rows))
-    opponent = choose_opponent(current=current.drafts, draft=measured.draft, report=measured.report)
-    promotion = promote_draft(
+@workflow
+def retrain_eagle3(
+    recipe: Recipe, promote: PromoteConfig, prompts: str = "", heldout: str = "", run_name: str = ""
+) -> Promotion:
+    """Train from the promoted draft, measure both on the same held-out prompts, promote the new one unless it is worse.
+
+    prompts and heldout (URLs) and run_name replace the recipe's unless empty: the launch plans fix the recipe.
+    """
+    current: CurrentDraft = find_current_draft(
+        recipe=recipe, promote=promote, prompts=prompts, heldout=heldout, run_name=run_name
+    )
+    start = chain.prepare(current.recipe)
+    checked = check_current_draft(made_for=current.target_digest, target=start.target)
+    start = replace(start, target=checked)
+    rows = chain.answer(start)
+    measured = chain.finish(start, rows, chain.extract(start, rows))
+    opponent: DraftExport = choose_opponent(
+        current=current.drafts, draft=measured.draft, report=measured.report
+    )
+    promotion: Promotion = promote_draft(
         draft=measured.draft,
         report=measured.report,
         current=current.drafts,
-        opponent_report=chain.evaluate(recipe, start, opponent),
+        opponent_report=chain.evaluate(start, opponent),
         number=current.number,
         heldout=start.data.heldout,
-        target=start.model,
-        engine=recipe.engine,
-        evaluate=recipe.evaluate,
+        target=start.target,
+        recipe=current.recipe,
         promote=promote,
     )
-    return cast(Promotion, promotion)
+    return promotion

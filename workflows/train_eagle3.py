@@ -1,86 +1,79 @@
-"""The whole chain as one workflow: prompts and a target in, a draft that vLLM loads and its measurement out.
+"""The whole chain as one workflow: a recipe in, a draft that vLLM loads and its measurement out.
 
-Beside it, workflows that stop after a stage or start from what exists. All take the same recipe and are made of the same stages
-(workflows/chain.py), so what one has made comes from the cache for the others:
+The other workflows stop after a stage or start from what exists. All take the same recipe and are made of the same
+stages (workflows/chain.py), so each takes from the cache what another has made:
 
-    pyflyte run workflows/train_eagle3.py until_extract --inputs-file recipe.yaml
+    pyflyte run workflows/train_eagle3.py until_extract --recipe recipe.yaml
 """
 
-from typing import cast
-
+from flytekit import workflow
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from workflows import chain
 from workflows.flyte.interfaces import DraftCheckpoint, DraftExport, HiddenStateShards, TokenShards
-from workflows.recipe import Recipe, recipe_workflow
+from workflows.flyte.recipe import Recipe
 from workflows.tasks.list_shards import list_hidden_states, list_token_shards
 
 
-@recipe_workflow
+@workflow
 def train_eagle3(recipe: Recipe) -> FlyteDirectory:
     """Train, export and measure an EAGLE-3 draft for a target on the target's own answers."""
     start = chain.prepare(recipe)
-    rows = chain.answer(recipe, start)
-    return cast(FlyteDirectory, chain.finish(recipe, start, rows, chain.extract(recipe, start, rows)).summary)
+    rows = chain.answer(start)
+    return chain.finish(start, rows, chain.extract(start, rows)).summary
 
 
-@recipe_workflow
+@workflow
 def until_regenerate(recipe: Recipe) -> tuple[TokenShards, FlyteFile]:
-    """Stop with the target's answers: token shards, and token_shards.json, their listing: here in runs/<run_name>."""
+    """Stop after the target's answers: token shards, and their listing, token_shards.json (here in runs/<run_name>)."""
     start = chain.prepare(recipe)
-    rows = chain.answer(recipe, start)
-    shards, listing = list_token_shards(run_name=recipe.run_name, target=start.model, shards=rows)
+    shards, listing = list_token_shards(recipe=recipe, target=start.target, shards=chain.answer(start))
     return shards, listing
 
 
-@recipe_workflow
+@workflow
 def until_extract(recipe: Recipe) -> tuple[HiddenStateShards, FlyteFile]:
-    """Stop with vocabulary and hidden states, and hidden_states.json, the listing of the latter: here in runs/<run_name>."""
+    """Stop after vocabulary and hidden states: the states, and their listing, hidden_states.json (here in runs/<run_name>)."""
     start = chain.prepare(recipe)
-    rows = chain.answer(recipe, start)
-    chain.choose_vocab(recipe, start, rows)
-    states = chain.extract(recipe, start, rows)
-    shards, listing = list_hidden_states(run_name=recipe.run_name, target=start.model, states=states)
+    rows = chain.answer(start)
+    chain.choose_vocab(start, rows)
+    states = chain.extract(start, rows)
+    shards, listing = list_hidden_states(recipe=recipe, target=start.target, states=states)
     return shards, listing
 
 
-@recipe_workflow
+@workflow
 def until_train(recipe: Recipe) -> DraftCheckpoint:
-    """Stop with the trained weights."""
+    """Stop after training, with the weights."""
     start = chain.prepare(recipe)
-    rows = chain.answer(recipe, start)
-    return cast(
-        DraftCheckpoint, chain.train(recipe, start, rows, chain.extract(recipe, start, rows)).checkpoint
-    )
+    rows = chain.answer(start)
+    return chain.train(start, rows, chain.extract(start, rows)).checkpoint
 
 
-@recipe_workflow
+@workflow
 def until_export(recipe: Recipe) -> DraftExport:
-    """Stop with the directory that vLLM loads, not measured."""
+    """Stop after the export, with the directory that vLLM loads; nothing is measured."""
     start = chain.prepare(recipe)
-    rows = chain.answer(recipe, start)
-    return cast(
-        DraftExport,
-        chain.export(recipe, start, chain.train(recipe, start, rows, chain.extract(recipe, start, rows))),
-    )
+    rows = chain.answer(start)
+    return chain.export(start, chain.train(start, rows, chain.extract(start, rows)))
 
 
-@recipe_workflow
+@workflow
 def train_from_shards(recipe: Recipe, shards: list[str]) -> FlyteDirectory:
     """Start from token shards: Parquet files, directories of them or token_shards.json, by path or URL.
 
-    Rows that wait for an answer get it first. The recipe's `prompts` and `data.sources` are left alone.
+    Rows without an answer get one first. The recipe's `prompts` and `data.sources` are not read.
     """
     start, rows = chain.from_token_shards(recipe, shards)
-    return cast(FlyteDirectory, chain.finish(recipe, start, rows, chain.extract(recipe, start, rows)).summary)
+    return chain.finish(start, rows, chain.extract(start, rows)).summary
 
 
-@recipe_workflow
+@workflow
 def train_from_states(recipe: Recipe, shards: list[str]) -> FlyteDirectory:
     """Start from hidden states: directories with manifest.json, directories of them or hidden_states.json, by path or URL.
 
-    Nothing is answered or captured. The recipe's `prompts` and `data.sources` are left alone.
+    Nothing is answered or captured. The recipe's `prompts` and `data.sources` are not read.
     """
     start, rows, states = chain.from_hidden_states(recipe, shards)
-    return cast(FlyteDirectory, chain.finish(recipe, start, rows, states).summary)
+    return chain.finish(start, rows, states).summary

@@ -20,7 +20,7 @@ class StageConfig(BaseModel):
 
     @classmethod
     def model_validate_json(cls, *args: Any, **kwargs: Any) -> Self:
-        """As pydantic's, but errors name the recipe's keys: `pyflyte run` reads blocks with this and prints the error.
+        """As pydantic's, but errors name the recipe's keys: `pyflyte run` reads a recipe with this and prints the error.
 
         Raises:
             ValueError: each fault with its key, what must hold and what came.
@@ -32,11 +32,15 @@ class StageConfig(BaseModel):
 
 
 def _fault(model: str, error: Any) -> str:
-    """One error of pydantic in a line; messages of our own validators name what came, and keys if they need several."""
+    """One error of pydantic in a line; messages of our own validators name what came, those of whole blocks the keys too."""
     block = [model.removesuffix("Config").lower()] if model.endswith("Config") else []
-    key = ".".join((*block, *map(str, error["loc"])))
+    path = [*block, *map(str, error["loc"])]
+    key = ".".join(path) or "recipe"
     if error["type"] == "value_error":
-        return f"{key}: {error['ctx']['error']}" if error["loc"] else str(error["ctx"]["error"])
+        text = str(error["ctx"]["error"])
+        return text if len(path) <= 1 else f"{key}: {text}"
+    if error["type"] == "missing":
+        return f"{key} must be set; add it to the recipe"
     must = "no such setting, correct or remove it" if error["type"] == "extra_forbidden" else error["msg"]
     came = redact_text(repr(error["input"]))
     return f"{key}: {must}, got {came if len(came) <= MAX_SHOWN else came[:MAX_SHOWN] + '…'}"

@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 from flytekit.core.local_cache import LocalTaskCache
 
-from eagle3.config.data import DataConfig, SourceConfig
-from eagle3.config.engine import EngineConfig, FanOutConfig, RegenerateConfig, TargetConfig
-from eagle3.config.resources import ResourcesConfig
 from eagle3.data.chat import load_chat_tokenizer
 from eagle3.data.script import Script
 from eagle3.data.sources import without_paths
@@ -23,7 +20,9 @@ from eagle3.regenerate.generator import outcomes_text
 from eagle3.shards.tokens import TokenRow, read_token_shard
 from eagle3.targets.resolve import identify_target
 from tests.helpers.engine_jobs import engine_pid
+from tests.helpers.flyte_runs import make_recipe
 from workflows.flyte.interfaces import PreparedData, Target, TargetRef, TokenShards
+from workflows.flyte.recipe import Recipe
 from workflows.tasks.fetch_target import fetch_target
 from workflows.tasks.prepare_data import prepare_data
 from workflows.tasks.regenerate_responses import NAME, regenerate_responses
@@ -32,11 +31,33 @@ ROOT = Path(__file__).resolve().parents[2]
 GGUF = ROOT / "runs" / "target" / "SmolLM2-135M-Instruct.gguf"
 BFCL = ROOT / "runs" / "bfcl"
 CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple")
-# Two at once, so that a shard's answers do not all come at its end.
-ENGINE = EngineConfig(
-    dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=2, max_num_batched_tokens=1024
-)
-GREEDY = RegenerateConfig(temperature=0.0, max_new_tokens=32, tool_parser="hermes")
+
+
+def bfcl_recipe() -> Recipe:
+    """Two tool tasks of each category; two answers at once, so that a shard's answers do not all come at its end."""
+    files = {category: next(BFCL.glob(f"BFCL_v*_{category}.json")) for category in CATEGORIES}
+    sources = [
+        {"path": str(file), "preset": "bfcl", "name": name, "max_rows": 2} for name, file in files.items()
+    ]
+    return make_recipe(
+        target={
+            "name": str(GGUF),
+            "public_name": "example-org/small",
+            "chat_template": str(ROOT / "workflows" / "recipes" / "tools.jinja"),
+        },
+        prompts=None,
+        heldout=str(ROOT / "workflows" / "recipes" / "heldout.jsonl"),
+        engine={
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "max_num_seqs": 2,
+            "max_num_batched_tokens": 1024,
+        },
+        data={"sources": sources, "max_prompt_tokens": 900, "workers": 1},
+        regenerate={"temperature": 0.0, "max_new_tokens": 32, "tool_parser": "hermes"},
+    )
+
 
 pytestmark = [
     pytest.mark.engine,
@@ -65,45 +86,33 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPatch
 
 
 @pytest.fixture(scope="module")
-def target(env: pytest.MonkeyPatch) -> Target:
-    template = str(ROOT / "workflows" / "recipes" / "tools.jinja")
-    cfg = TargetConfig(name=str(GGUF), public_name="example-org/small", chat_template=template)
-    name, revision, digest = identify_target(cfg)
-    return fetch_target(target=cfg, ref=TargetRef(name, revision, digest), target_digest=digest)
+def recipe(env: pytest.MonkeyPatch) -> Recipe:
+    return bfcl_recipe()
 
 
 @pytest.fixture(scope="module")
-def data(target: Target) -> PreparedData:
-    files = [next(BFCL.glob(f"BFCL_v*_{category}.json")) for category in CATEGORIES]
-    sources = [
-        SourceConfig(path=str(f), preset="bfcl", name=c, max_rows=2)
-        for c, f in zip(CATEGORIES, files, strict=True)
-    ]
-    cfg = DataConfig(sources=sources, max_prompt_tokens=900, workers=1)
+def target(recipe: Recipe) -> Target:
+    name, revision, digest = identify_target(recipe.target)
+    return fetch_target(ref=TargetRef(name, revision, digest), target_digest=digest, recipe=recipe)
+
+
+@pytest.fixture(scope="module")
+def data(recipe: Recipe, target: Target) -> PreparedData:
     prepared: PreparedData = prepare_data(
-        prompts=None,
         prompts_digest="",
         source_versions=["1"] * 4,
-        heldout=str(ROOT / "workflows" / "recipes" / "heldout.jsonl"),
         heldout_digest="h",
         target=target,
         target_digest=target.digest,
-        given=cfg,
-        data=without_paths(cfg),
+        data=without_paths(recipe.data),
         regenerate=True,
+        recipe=recipe,
     )
     return prepared
 
 
 def collect(data: PreparedData, target: Target) -> TokenShards:
-    traces: TokenShards = regenerate_responses(
-        data=data,
-        target=target,
-        engine=ENGINE,
-        regenerate=GREEDY,
-        fanout=FanOutConfig(),
-        resources=ResourcesConfig(),
-    )
+    traces: TokenShards = regenerate_responses(data=data, target=target, recipe=bfcl_recipe())
     return traces
 
 

@@ -16,14 +16,12 @@ import yaml
 from click.testing import CliRunner, Result
 from flyteidl.core.literals_pb2 import Literal, LiteralMap
 from flytekit.clis.sdk_in_container.pyflyte import main
-from flytekit.types.file import FlyteFile
 
-from eagle3.config.resources import ResourcesConfig
 from tests.flyte_stand_in.control_plane import ControlPlane
 from tests.flyte_stand_in.pods import Pod
 from tests.flyte_stand_in.propeller import Entry
 from tests.helpers.flyte_runs import ROOT, write_prompts, write_recipe
-from workflows.prepare_data import prepare_shards
+from workflows.flyte.recipe import Recipe
 
 # One row a step, so that training has enough steps to be killed between two; several chunks a shard.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -94,16 +92,9 @@ class Cluster:
         """Run the whole chain."""
         return self.run_workflow("train_eagle3", self.recipe(num_prompts, **blocks))
 
-    def inputs(self) -> dict[str, Any]:
-        """The recipe's values in the types of a workflow's inputs, without the run's name."""
-        values = yaml.safe_load(self.recipe().read_text())
-        del values["run_name"]
-        kinds = prepare_shards.python_interface.inputs
-        inputs = {
-            name: kinds[name](**v) if isinstance(v, dict) else FlyteFile(v) for name, v in values.items()
-        }
-        # As in workflows/launchplans.py: flytekit's command line of a registered plan reads no default with blocks within.
-        return inputs | {"resources": ResourcesConfig()}
+    def recipe_value(self) -> Recipe:
+        """The recipe as the input of a workflow."""
+        return Recipe.model_validate(yaml.safe_load(self.recipe().read_text()))
 
     def forget(self, *tasks: str) -> None:
         """Remove these tasks' outputs from the cache."""
@@ -121,7 +112,7 @@ class Cluster:
     ) -> Run:
         """`pyflyte run --remote` a workflow on a recipe and more inputs. options: of `pyflyte run` itself."""
         return self.pyflyte_run(
-            str(ROOT / "workflows" / file), workflow, "--inputs-file", str(recipe), *more, options=options
+            str(ROOT / "workflows" / file), workflow, "--recipe", str(recipe), *more, options=options
         )
 
     def pyflyte_run(self, *what: str, options: Sequence[str] = ()) -> Run:

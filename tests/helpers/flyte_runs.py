@@ -15,8 +15,10 @@ from flytekit.clis.sdk_in_container.pyflyte import main
 from flytekit.core.base_task import PythonTask
 from flytekit.core.context_manager import ExecutionParameters, ExecutionState, FlyteContextManager
 from flytekit.models.core.identifier import Identifier, ResourceType
+from flytekit.types.file import FlyteFile
 
 from workflows import tasks
+from workflows.flyte.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT_TEMPLATE = (
@@ -96,11 +98,17 @@ def write_recipe(path: Path, target: Path, prompts: Path, /, **blocks: dict[str,
     return path
 
 
+def make_recipe(**keys: Any) -> Recipe:
+    """A recipe of defaults, with files that nobody reads, for tests of single tasks."""
+    file = FlyteFile("s3://bucket/file")
+    return Recipe.model_validate({"target": {"name": "a/b"}, "prompts": file, "heldout": file} | keys)
+
+
 def pyflyte_run(
     recipe: Path, file: str = "train_eagle3.py", workflow: str = "train_eagle3", more: Sequence[str] = ()
 ) -> Result:
     """`pyflyte run` the chain, or another workflow, on a recipe and more arguments, in this process."""
-    arguments = ["run", str(ROOT / "workflows" / file), workflow, "--inputs-file", str(recipe), *more]
+    arguments = ["run", str(ROOT / "workflows" / file), workflow, "--recipe", str(recipe), *more]
     return CliRunner().invoke(main, arguments)
 
 

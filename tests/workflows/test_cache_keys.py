@@ -16,6 +16,7 @@ from test_agent_traces import task
 
 from eagle3.config.reference import is_unkeyed
 from eagle3.config.resources import ResourcesConfig
+from eagle3.config.run import RunSettings
 from tests.helpers.flyte_runs import all_tasks, write_prompts
 from tests.helpers.stand_in_stages import (
     DRAFT,
@@ -29,7 +30,6 @@ from tests.helpers.stand_in_stages import (
     standing_in,
     write_rows,
 )
-from workflows.recipe import Recipe
 
 ANSWERING = {"shard_digest", "target_digest", "engine", "regenerate"}
 KEYED = {
@@ -56,7 +56,7 @@ KEYED = {
 LEFT_OUT = {
     "ref": "name and revision of what target_digest is the content of",
     "init_from": "a place, whose content init_digest is",
-    "given": "the keyed block of the same stage, with places and how it is run",
+    "recipe": "the keyed blocks with the URIs, and where and how a stage runs",
     "server_url": "who answers",
     "tensor_parallel_size": "on how many GPUs",
 }
@@ -222,8 +222,8 @@ def test_keys_hold_what_they_should_and_what_is_left_out_has_a_reason() -> None:
 
 
 def test_every_setting_has_its_line() -> None:
-    blocks = {key: kind for key, kind in get_type_hints(Recipe).items() if hasattr(kind, "model_fields")}
-    assert {key: set(kind.model_fields) for key, kind in blocks.items()} == {
+    blocks = get_type_hints(RunSettings)
+    assert {key: set(blocks[key].model_fields) for key in RunSettings.model_fields} == {
         key: set(fields) for key, fields in CHANGES.items()
     }
     for pod, (asked, _) in CHANGES["resources"].items():

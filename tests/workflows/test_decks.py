@@ -20,7 +20,7 @@ from eagle3.engine.progress import Progress, Watch
 from eagle3.evaluation import benchmark
 from eagle3.regenerate import generator as regenerate
 from eagle3.shards.tokens import TokenRow, write_token_shard
-from tests.helpers.flyte_runs import pod
+from tests.helpers.flyte_runs import make_recipe, pod
 from workflows.flyte import live
 from workflows.flyte.interfaces import DraftExport, Target, TokenShard
 from workflows.flyte.live import JobDeck
@@ -240,7 +240,7 @@ def test_an_evaluating_task_shows_its_passes_and_the_acceptance(
             target_digest="target",
             engine=ENGINE,
             evaluate=EvaluateConfig(),
-            tensor_parallel_size=2,
+            recipe=make_recipe(fanout={"tensor_parallel_size": 2}),
         )
         page = at_the_end(tmp_path)
     assert page.count("<section>") == 2

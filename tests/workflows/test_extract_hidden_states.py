@@ -10,16 +10,13 @@ from flytekit.core.context_manager import ExecutionState
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from eagle3.config.engine import EngineConfig, ExtractConfig, FanOutConfig
-from eagle3.config.resources import ResourcesConfig
 from eagle3.engine import engine as target_engine
 from eagle3.engine.interface import EngineSettings
 from eagle3.files import try_lock
+from tests.helpers.flyte_runs import make_recipe
 from workflows.flyte import store
 from workflows.flyte.interfaces import HiddenStateShards, Target, TokenShard, TokenShards
 from workflows.tasks import extract_hidden_states as extraction
-
-ENGINE, EXTRACT = EngineConfig(engine="transformers"), ExtractConfig(layer_ids=[1])
 
 
 @pytest.fixture
@@ -60,12 +57,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def extract(shards: TokenShards, target: Target, **fanout: Any) -> HiddenStateShards:
     found: HiddenStateShards = extraction.extract_hidden_states(
-        resources=ResourcesConfig(),
         shards=shards,
         target=target,
-        engine=ENGINE,
-        extract=EXTRACT,
-        fanout=FanOutConfig(**fanout),
+        recipe=make_recipe(engine={"engine": "transformers"}, extract={"layer_ids": [1]}, fanout=fanout),
     )
     return found
 

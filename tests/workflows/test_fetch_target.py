@@ -7,6 +7,7 @@ import pytest
 
 from eagle3.config.engine import TargetConfig
 from eagle3.targets import resolve
+from tests.helpers.flyte_runs import make_recipe
 from workflows.flyte.interfaces import TargetRef
 from workflows.tasks.fetch_target import fetch_target
 
@@ -26,7 +27,7 @@ def test_a_hub_target_is_fetched_at_the_commit_behind_its_digest(
     monkeypatch.setenv("EAGLE3_STORE", str(tmp_path))
     ref = TargetRef("org/model", "0123abc", "digest")
     target = fetch_target.task_function(
-        target=TargetConfig(name="org/model", revision="main"), ref=ref, target_digest="digest"
+        ref=ref, target_digest="digest", recipe=make_recipe(target={"name": "org/model", "revision": "main"})
     )
     assert fetched == ["0123abc"]
     assert (target.revision, target.num_layers, target.vocab_size, target.hidden_size) == ("0123abc", 3, 7, 5)

@@ -37,7 +37,7 @@ class Work:
             "run",
             str(ROOT / "workflows/train_eagle3.py"),
             workflow,
-            "--inputs-file",
+            "--recipe",
             str(recipe),
         ]
         env = os.environ | {"HOME": str(self.path), "EAGLE3_STORE": str(self.store), "OMP_NUM_THREADS": "1"}

@@ -128,13 +128,11 @@ def test_the_same_may_be_registered_again_and_anything_else_needs_another_versio
 
 
 def test_a_registered_launch_plan_runs_and_shares_the_cache(registered: Cluster) -> None:
-    plan = LaunchPlan.create(
-        "nightly", prepare_shards, default_inputs={"run_name": "nightly"}, fixed_inputs=registered.inputs()
-    )
+    plan = LaunchPlan.create("nightly", prepare_shards, fixed_inputs={"recipe": registered.recipe_value()})
     FlyteRemote(Config.auto(), "flytesnacks", "development").register_launch_plan(plan, version="v1")
     activated = CliRunner().invoke(main, ["launchplan", "--activate", "nightly", "v1"])
     assert activated.exit_code == 0, (activated.output, activated.exception)
-    run = succeeded(registered.pyflyte_run("remote-launchplan", "nightly", "--run_name", "tonight"))
+    run = succeeded(registered.pyflyte_run("remote-launchplan", "nightly"))
     tasks = run.tasks("OK") + run.tasks("CACHE_HIT")
     assert tasks == Counter(
         ["resolve_inputs", "fetch_tokenizer", "prepare_data_node", "prepare_data", "report_data", "show_data"]

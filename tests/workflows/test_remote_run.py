@@ -28,7 +28,6 @@ UNCACHED = Counter(
         "summarize_run",
     }
 )
-UNCACHED["gather_token_shards"] = 2  # of chats, then of tool tasks too
 CACHED = {
     "fetch_target",
     "prepare_data",

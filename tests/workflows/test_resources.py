@@ -12,17 +12,11 @@ from flytekit.types.file import FlyteFile
 from pydantic import ValidationError
 
 from eagle3.config.data import DataConfig
-from eagle3.config.engine import (
-    EngineConfig,
-    EvaluateConfig,
-    ExtractConfig,
-    FanOutConfig,
-    RegenerateConfig,
-    TargetConfig,
-)
+from eagle3.config.engine import EngineConfig, EvaluateConfig
 from eagle3.config.resources import AcceleratorName, ResourcesConfig
 from eagle3.config.training import TrainConfig
 from eagle3.planning.accelerators import ACCELERATORS
+from tests.helpers.flyte_runs import make_recipe
 from workflows.flyte.interfaces import (
     DraftExport,
     DraftVocab,
@@ -33,7 +27,7 @@ from workflows.flyte.interfaces import (
     TokenShard,
     TokenShards,
 )
-from workflows.flyte.pods import CLIENT, DATA, ENGINE, TRAINER, replica_pod
+from workflows.flyte.pods import CLIENT, DATA, ENGINE, TRAINER, answering_pod
 from workflows.tasks.evaluate_draft import evaluate_draft_node
 from workflows.tasks.extract_hidden_states import extract_hidden_states
 from workflows.tasks.fetch_target import fetch_target_node
@@ -58,72 +52,65 @@ TARGET = Target("t", "r", "target", DIRECTORY, 4, 99_999, 8)
 SHARD = TokenShard(0, FILE, 1, 2, 1, "shard")
 VOCAB = DraftVocab(FILE, 4, 1.0, "vocab")
 SHARDS = TokenShards([SHARD, SHARD], "shards")
-ENGINE_SETTINGS: dict[str, Any] = {"target": TARGET, "engine": EngineConfig()}
-DRIVERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "fetch_target": (
-        fetch_target_node,
-        {"target": TargetConfig(name="a/b"), "ref": TargetRef("a", "b", "c"), "target_digest": "c"},
-    ),
+SPLIT = {"tensor_parallel_size": 2}
+# Of each task on a recipe's pods: what makes its nodes, with which inputs, and the recipe's fanout.
+DRIVERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "fetch_target": (fetch_target_node, {"ref": TargetRef("a", "b", "c"), "target_digest": "c"}, {}),
     "prepare_data": (
         prepare_data_node,
         {
-            "prompts": FILE,
             "prompts_digest": "p",
             "source_versions": ["v"],
-            "heldout": FILE,
             "heldout_digest": "h",
             "target": TARGET,
             "target_digest": "t",
             "data": DataConfig(),
             "regenerate": True,
         },
+        {},
     ),
     "regenerate_shard": (
         regenerate_responses,
-        ENGINE_SETTINGS
-        | {
-            "data": PreparedData([SHARD], [SHARD], SHARD, FILE),
-            "regenerate": RegenerateConfig(tool_parser="hermes"),
-            "fanout": FanOutConfig(tensor_parallel_size=2),
-        },
+        {"data": PreparedData([SHARD, SHARD], [], SHARD, FILE), "target": TARGET},
+        SPLIT,
     ),
-    "extract_shard": (
-        extract_hidden_states,
-        ENGINE_SETTINGS
-        | {"shards": SHARDS, "extract": ExtractConfig(), "fanout": FanOutConfig(tensor_parallel_size=2)},
-    ),
+    "extract_shard": (extract_hidden_states, {"shards": SHARDS, "target": TARGET}, SPLIT),
     "train_draft": (
         train_draft_node,
         {
-            "states": HiddenStateShards([], [1, 2, 3], "s"),
-            "states_digest": "s",
+            "states": HiddenStateShards([], [1, 2, 3], "states"),
+            "states_digest": "states",
             "vocab": VOCAB,
-            "vocab_digest": "v",
+            "vocab_digest": "vocab",
             "target": TARGET,
             "target_digest": "t",
             "init_from": "",
             "init_digest": "",
-            "train": TrainConfig(packs_per_step=4),
+            "train": TrainConfig(),
         },
+        {},
     ),
     "evaluate_draft": (
         evaluate_draft_node,
-        ENGINE_SETTINGS
-        | {
+        {
             "draft": DraftExport(DIRECTORY, "d"),
             "draft_digest": "d",
             "heldout": SHARD,
             "heldout_digest": "h",
+            "target": TARGET,
             "target_digest": "t",
+            "engine": EngineConfig(),
             "evaluate": EvaluateConfig(),
-            "fanout": FanOutConfig(tensor_parallel_size=2, server_urls=["http://a"]),
         },
+        SPLIT | {"server_urls": ["http://a"]},
     ),
 }
 
 
-def compiled(driver: Any, inputs: dict[str, Any], resources: ResourcesConfig) -> Any:
-    """What a pod makes of a @dynamic: nodes, and the tasks that they run."""
+def compiled(stage: str, fanout: dict[str, Any], resources: ResourcesConfig) -> Any:
+    """What a pod makes of a stage's @dynamic: nodes, and the tasks that they run."""
+    driver, inputs, _ = DRIVERS[stage]
+    recipe = make_recipe(fanout=fanout, resources=resources)
     ctx = FlyteContextManager.current_context()
     state = ctx.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
     images = ImageConfig(Image("default", "a", "b"), [Image("default", "a", "b")])
@@ -132,12 +119,12 @@ def compiled(driver: Any, inputs: dict[str, Any], resources: ResourcesConfig) ->
     with FlyteContextManager.with_context(
         ctx.with_execution_state(state).with_serialization_settings(settings)
     ) as pod:
-        return driver.compile_into_workflow(pod, driver.task_function, **inputs, resources=resources)
+        return driver.compile_into_workflow(pod, driver.task_function, **inputs, recipe=recipe)
 
 
-def nodes(driver: Any, inputs: dict[str, Any], stage: str, resources: ResourcesConfig) -> list[Any]:
+def nodes(stage: str, fanout: dict[str, Any], resources: ResourcesConfig) -> list[Any]:
     """The nodes of `stage`."""
-    made = compiled(driver, inputs, resources).nodes
+    made = compiled(stage, fanout, resources).nodes
     return [
         node
         for node in made
@@ -145,9 +132,9 @@ def nodes(driver: Any, inputs: dict[str, Any], stage: str, resources: ResourcesC
     ]
 
 
-def templates_of_pods(driver: Any, inputs: dict[str, Any], resources: ResourcesConfig) -> dict[str, str]:
+def templates_of_pods(stage: str, resources: ResourcesConfig) -> dict[str, str]:
     """The PodTemplate of each task that the nodes run, by the task's name."""
-    tasks = compiled(driver, inputs, resources).tasks
+    tasks = compiled(stage, DRIVERS[stage][2], resources).tasks
     pairs = {(task.id.name.rsplit(".", 1)[-1], task.metadata.pod_template_name or "") for task in tasks}
     assert len(dict(pairs)) == len(pairs)  # Propeller takes the first of a name
     return dict(pairs)
@@ -218,8 +205,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("stage", EXPECTED)
 def test_a_recipes_resources_reach_the_stages_nodes(stage: str) -> None:
-    driver, inputs = DRIVERS[stage]
-    found = [asked(node) for node in nodes(driver, inputs, stage, ASKED)]
+    found = [asked(node) for node in nodes(stage, DRIVERS[stage][2], ASKED)]
     assert len(found) == (2 if stage.endswith("shard") else 1)
     for node in found:
         assert node | EXPECTED[stage] == node
@@ -227,10 +213,8 @@ def test_a_recipes_resources_reach_the_stages_nodes(stage: str) -> None:
 
 @pytest.mark.parametrize("stage", EXPECTED)
 def test_without_resources_nodes_ask_for_what_their_tasks_do(stage: str) -> None:
-    driver, inputs = DRIVERS[stage]
-    inputs = inputs | ({"fanout": FanOutConfig()} if "fanout" in inputs else {})
     group = {"fetch_target": DATA, "prepare_data": DATA, "train_draft": TRAINER}.get(stage, ENGINE)
-    for node in nodes(driver, inputs, stage, ResourcesConfig()):
+    for node in nodes(stage, {}, ResourcesConfig()):
         found = asked(node)
         assert found["requests.cpu"] == group["requests"].cpu
         assert found["limits.ephemeral_storage"] == group["limits"].ephemeral_storage
@@ -240,18 +224,17 @@ def test_without_resources_nodes_ask_for_what_their_tasks_do(stage: str) -> None
 
 @pytest.mark.parametrize("stage", EXPECTED)
 def test_pods_are_made_after_the_template_that_the_recipe_names(stage: str) -> None:
-    driver, inputs = DRIVERS[stage]
     named = {"fetch_target": "cpu-pool", "prepare_data": "cpu-pool", "train_draft": "train-pool"}.get(
         stage, "spot-pool"
     )
-    found = templates_of_pods(driver, inputs, ASKED)
+    found = templates_of_pods(stage, ASKED)
     assert found.pop(stage) == named
     assert set(found.values()) <= {""}  # what gathers needs no pool
-    assert set(templates_of_pods(driver, inputs, ResourcesConfig()).values()) == {""}
+    assert set(templates_of_pods(stage, ResourcesConfig()).values()) == {""}
 
 
 def test_clients_of_servers_ask_for_no_gpu() -> None:
-    pod = replica_pod(FanOutConfig(server_urls=["http://a"], tensor_parallel_size=4), ASKED)
+    pod = answering_pod(make_recipe(fanout={"server_urls": ["http://a"]}, resources=ASKED))
     assert {side.gpu for side in (pod.overrides["requests"], pod.overrides["limits"])} == {"0"}
     assert pod.overrides == CLIENT | {"interruptible": False}
     assert pod.template == ""

@@ -15,13 +15,14 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from eagle3 import promotion
-from eagle3.config.engine import EngineConfig, EvaluateConfig
-from eagle3.config.training import PromoteConfig, TrainConfig
-from tests.helpers.flyte_runs import ROOT, pod, pyflyte_run, write_prompts, write_recipe
+from eagle3.config.training import PromoteConfig
+from tests.helpers.flyte_runs import ROOT, make_recipe, pod, pyflyte_run, write_prompts, write_recipe
 from workflows import launchplans
 from workflows.flyte import journal
 from workflows.flyte.interfaces import DraftExport, EvaluationReport, Target, TokenShard
 from workflows.tasks.promote_draft import find_current_draft, promote_draft
+
+AS_IN_RECIPE = {"prompts": "", "heldout": "", "run_name": ""}
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +134,7 @@ def test_the_launch_plans_are_packaged_with_schedule_inputs_and_notifications(tm
         assert len(notification.phases) == 4
     assert not found["retraining"].entity_metadata.schedule.cron_schedule.schedule
     fixed = nightly.fixed_inputs.literals
-    assert fixed["prompts"].scalar.union.value.scalar.blob.uri == "s3://b/traffic.jsonl"
+    assert b"s3://b/traffic.jsonl" in fixed["recipe"].scalar.binary.value
     assert b"s3://b/drafts" in fixed["promote"].scalar.binary.value
     # Nobody is asked for the rest.
     assert all(parameter.HasField("default") for parameter in nightly.default_inputs.parameters.values())
@@ -148,25 +149,30 @@ def places(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("places")
 def test_plans_take_a_recipe(tmp_path: Path) -> None:
-    recipe = write_recipe(
-        tmp_path / "own.yaml", tmp_path, tmp_path / "p.jsonl", train={"learning_rate": 5e-3}
-    )
-    inputs = launchplans.inputs_of(recipe)
-    assert (inputs["train"].learning_rate, inputs["evaluate"].dtype) == (5e-3, "float32")
-    assert (inputs["target"].public_name, inputs["vocab"].size, inputs["run_name"]) == (
-        "tiny/bytes",
-        64,
-        "nightly",
-    )
-    assert [str(inputs[name].path) for name in ("prompts", "heldout")] == ["s3://b/traffic", "s3://b/heldout"]
+    path = write_recipe(tmp_path / "own.yaml", tmp_path, tmp_path / "p.jsonl", train={"learning_rate": 5e-3})
+    inputs = launchplans.inputs_of(path)
+    recipe = inputs["recipe"]
+    assert (recipe.train.learning_rate, recipe.evaluate.dtype) == (5e-3, "float32")
+    assert (recipe.target.public_name, recipe.vocab.size, recipe.run_name) == ("tiny/bytes", 64, "nightly")
+    assert recipe.prompts.remote_source == "s3://b/traffic"
+    assert recipe.heldout.remote_source == "s3://b/heldout"
     assert (inputs["promote"].place, inputs["promote"].warm_rate_share) == ("s3://b/promoted", 0.2)
-    assert launchplans.inputs_of(launchplans.SHIPPED)["train"].learning_rate == pytest.approx(1e-4)
+    shipped = launchplans.inputs_of(launchplans.SHIPPED)["recipe"]
+    assert shipped.train.learning_rate == pytest.approx(1e-4)
+
+
+def test_a_run_by_hand_may_have_other_files_and_another_name(tmp_path: Path) -> None:
+    promote = PromoteConfig(place=str(tmp_path / "drafts"))
+    others = {"prompts": "s3://b/other.jsonl", "heldout": "", "run_name": "tonight"}
+    found = find_current_draft(recipe=make_recipe(run_name="nightly"), promote=promote, **others).recipe
+    assert (found.prompts.remote_source, found.run_name) == ("s3://b/other.jsonl", "tonight")
+    assert found.heldout.remote_source == "s3://bucket/file"
 
 
 def test_rates_are_lowered_where_there_is_a_draft_to_go_on_from_and_only_there(tmp_path: Path) -> None:
-    train = TrainConfig(learning_rate=1e-3, muon_learning_rate=1e-2)
+    recipe = make_recipe(train={"learning_rate": 1e-3, "muon_learning_rate": 1e-2})
     promote = PromoteConfig(place=str(tmp_path / "drafts"), warm_rate_share=0.2)
-    assert find_current_draft(promote=promote, train=train).train == train
+    assert find_current_draft(recipe=recipe, promote=promote, **AS_IN_RECIPE).recipe.train == recipe.train
     export = tmp_path / "export"
     export.mkdir()
     for name in promotion.FILES:
@@ -183,7 +189,7 @@ def test_rates_are_lowered_where_there_is_a_draft_to_go_on_from_and_only_there(t
     kept = promotion.promote(promote.place, str(export), new).export
     for is_warm, factor in ((True, 0.2), (False, 1.0)):
         asked = promote.model_copy(update={"warm_start": is_warm})
-        found = find_current_draft(promote=asked, train=train).train
+        found = find_current_draft(recipe=recipe, promote=asked, **AS_IN_RECIPE).recipe.train
         assert (found.learning_rate, found.muon_learning_rate) == pytest.approx(
             (factor * 1e-3, factor * 1e-2)
         )
@@ -195,7 +201,7 @@ def test_plans_refuse_what_is_no_recipe(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"EAGLE3_RECIPE must be the path of a recipe, got .*absent.yaml"):
         launchplans.inputs_of(tmp_path / "absent.yaml")
     (tmp_path / "other.yaml").write_text("targett: {name: x}\n")
-    with pytest.raises(ValueError, match="must have keys of a recipe only .*, got targett"):
+    with pytest.raises(ValueError, match="targett: no such setting"):
         launchplans.inputs_of(tmp_path / "other.yaml")
 
 
@@ -204,7 +210,9 @@ def test_a_place_that_would_end_with_its_pod_is_refused_before_anything_starts(t
         pod(tmp_path),
         pytest.raises(ValueError, match="promote.place must be a URL in a cluster, got runs/promoted"),
     ):
-        find_current_draft.task_function(promote=PromoteConfig(place="runs/promoted"), train=TrainConfig())
+        find_current_draft.task_function(
+            recipe=make_recipe(), promote=PromoteConfig(place="runs/promoted"), **AS_IN_RECIPE
+        )
 
 
 def test_a_promotion_cut_off_behind_its_record_is_tried_again_and_promotes_once(
@@ -225,8 +233,7 @@ def test_a_promotion_cut_off_behind_its_record_is_tried_again_and_promotes_once(
         "number": 0,
         "heldout": TokenShard(0, file, 1, 1, 1, "heldout"),
         "target": Target("org/model", "r", "target", FlyteDirectory(str(tmp_path)), 4, 9, 8),
-        "engine": EngineConfig(),
-        "evaluate": EvaluateConfig(),
+        "recipe": make_recipe(),
         "promote": PromoteConfig(place="s3://states/drafts"),
     }
 
@@ -235,7 +242,7 @@ def test_a_promotion_cut_off_behind_its_record_is_tried_again_and_promotes_once(
 
     with pod(tmp_path):
         with monkeypatch.context() as patch:
-            patch.setattr(promotion, "_replace", lose)
+            patch.setattr(promotion, "write_bytes", lose)
             with pytest.raises(FlyteRecoverableException, match="promote_draft: the store hung up"):
                 promote_draft.task_function(**inputs)
         made = promote_draft.task_function(**inputs)

@@ -92,12 +92,7 @@ def run(
         "train_eagle3",
     ]
     return subprocess.run(
-        [*command, "--inputs-file", str(recipe)],
-        cwd=path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [*command, "--recipe", str(recipe)], cwd=path, env=env, capture_output=True, text=True, timeout=300
     )
 
 

@@ -100,7 +100,7 @@ def test_every_workflow_is_packaged(packaged: dict[str, bytes]) -> None:
     expected |= {"prepare_data.prepare_shards", "plan.plan", "retrain_eagle3.retrain_eagle3"}
     assert names == {f"workflows.{name}" for name in expected}
     for spec in specs:
-        assert "resources" in spec.template.interface.inputs.variables
+        assert "recipe" in spec.template.interface.inputs.variables
 
 
 def test_the_docs_give_the_limits_that_a_cluster_must_allow(templates: dict[str, Any]) -> None:

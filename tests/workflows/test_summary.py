@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from flytekit.types.directory import FlyteDirectory
 
-from eagle3.config.data import DataConfig, SourceConfig, VocabConfig
+from eagle3.config.data import DataConfig, SourceConfig
 from eagle3.config.engine import EngineConfig, EvaluateConfig, FanOutConfig, TargetConfig
+from eagle3.config.run import RunSettings
 from eagle3.reports.data import answer_statistics
-from tests.helpers.flyte_runs import pod
+from tests.helpers.flyte_runs import make_recipe, pod
 from workflows.flyte.interfaces import Target
 from workflows.flyte.run_dir import path_for_reader, run_dir
 from workflows.flyte.serve_lines import fetch_line, serve_lines
@@ -23,14 +24,18 @@ from workflows.tasks.summarize_run import hub_target
 
 
 def test_settings_are_the_recipes_blocks_with_their_defaults() -> None:
-    settings = summarize_run.settings([VocabConfig(size=7), FanOutConfig()])
-    assert settings == {"vocab": {"size": 7}, "fanout": FanOutConfig().model_dump()}
+    settings = summarize_run.settings(make_recipe(vocab={"size": 7}))
+    assert settings["vocab"] == {"size": 7}
+    assert settings["fanout"] == FanOutConfig().model_dump()
+    assert settings.keys() == RunSettings.model_fields.keys() - {"resources"}
 
 
 def test_settings_keep_no_secret_of_a_url() -> None:
     source = SourceConfig(path="https://host:81/a.jsonl?token=word#word", name="a?b@c")
     fanout = FanOutConfig(server_urls=["http://host:8000", "http://host/x?word"])
-    settings = summarize_run.settings([DataConfig(sources=[source], excluded=[source]), fanout])
+    settings = summarize_run.settings(
+        make_recipe(data=DataConfig(sources=[source], excluded=[source]), fanout=fanout)
+    )
     assert settings["data"]["sources"][0] | {"path": "", "name": ""} == source.model_dump() | {
         "path": "",
         "name": "",

@@ -19,7 +19,7 @@ from eagle3.config.training import TrainConfig
 from eagle3.errors import RankDied
 from eagle3.training import launch
 from eagle3.training.launch import Preempted, TrainJob
-from tests.helpers.flyte_runs import pod
+from tests.helpers.flyte_runs import make_recipe, pod
 from workflows.flyte import live, store
 from workflows.flyte.interfaces import (
     DraftCheckpoint,
@@ -58,8 +58,8 @@ def run(tmp_path: Path, shard_dir: str = "", **settings: Any) -> DraftCheckpoint
         target_digest="target",
         init_from="",
         init_digest="",
-        given=TrainConfig(**settings),
         train=TrainConfig(**settings).settings_of_result(),
+        recipe=make_recipe(train=settings),
     )
     return made
 

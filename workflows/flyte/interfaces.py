@@ -11,8 +11,11 @@ from typing import NamedTuple
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from eagle3.config.training import TrainConfig
+from eagle3.config.data import DataConfig, VocabConfig
+from eagle3.config.engine import EngineConfig, EvaluateConfig
+from eagle3.config.training import ExportConfig, TrainConfig
 from eagle3.planning.workload import SourceSurvey
+from workflows.flyte.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,19 @@ class ResolvedInputs:
     target_config: str
     surveys: list[SourceSurvey]
     num_heldout: int
+
+
+class Resolved(NamedTuple):
+    """What a run starts from, and the recipe's blocks in the form that cache keys hold: no URIs, nothing of where and how a
+    stage runs."""
+
+    found: ResolvedInputs
+    engine: EngineConfig
+    data: DataConfig
+    vocab: VocabConfig
+    train: TrainConfig
+    export: ExportConfig
+    evaluate: EvaluateConfig
 
 
 @dataclass(frozen=True)
@@ -178,10 +194,10 @@ class EvaluationReport:
 
 
 class CurrentDraft(NamedTuple):
-    """What is served before a retraining. train: its settings, `init_from` the draft where it goes on from it. number: of its
-    promotion, 0 for none. drafts: itself, or empty. target_digest: of its target, "" for none."""
+    """What is served before a retraining. recipe: of the retraining, its `train.init_from` that draft for a warm start.
+    number: of its promotion, 0 for none. drafts: itself, or empty. target_digest: of its target, "" for none."""
 
-    train: TrainConfig
+    recipe: Recipe
     number: int
     drafts: list[DraftExport]
     target_digest: str

@@ -1,24 +1,26 @@
-"""What the stages' pods ask for, unless the recipe's `resources` says otherwise. Quantities are strings, as Kubernetes wants.
+"""What each pod asks for: image, resources, retries, time-out, secrets. A recipe's `resources` replace the quantities.
 
-Inputs reach a node's resources only inside a `@dynamic`: the fan-outs are such, and a thin one stands around each other task that
-takes resources from the recipe. The tasks themselves, and so their cache keys, know nothing of it.
+Inputs reach a node's resources only inside a `@dynamic`: the fan-outs are such, and `on_pod` makes a thin one around each
+other task that takes resources from the recipe. The tasks themselves, and so their cache keys, know nothing of it.
 
-What the environment said where the tasks were registered holds in their pods too: a `@dynamic` makes its nodes there, with the
-images and secrets that the pod knows.
+The environment at registration is carried into the pods: a `@dynamic` makes its nodes in one, with the images and
+secrets that are named there.
 """
 
 import copy
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from inspect import signature
+from typing import Any, get_type_hints
 
-from flytekit import Resources, Secret
+from flytekit import Resources, Secret, dynamic
 from flytekit.extras import accelerators
 from flytekit.extras.accelerators import H200
 
-from eagle3.config.engine import FanOutConfig
+import images
 from eagle3.config.resources import (
     EngineResources,
     PodResources,
@@ -28,12 +30,14 @@ from eagle3.config.resources import (
 )
 from eagle3.files import is_remote
 from workflows.flyte import store
+from workflows.flyte.recipe import Recipe
+from workflows.flyte.stage import recoverable
 
 CARRIED = ("EAGLE3_REGISTRY", "EAGLE3_TAG", "EAGLE3_HF_SECRET", "EAGLE3_SERVER_SECRET", "EAGLE3_STORE")
 
 
 def carried_environment() -> dict[str, str]:
-    """What pods have to know of this environment; a store only where it is one that they can reach."""
+    """The variables that pods need from this environment; a store only if pods can reach it."""
     found = {name: os.environ.get(name, "") for name in CARRIED}
     if not is_remote(found["EAGLE3_STORE"]):
         del found["EAGLE3_STORE"]
@@ -44,11 +48,11 @@ def secret(setting: str, variable: str) -> dict[str, Any]:
     """A secret of the cluster for a task's pod, if the environment names one.
 
     Args:
-        setting: variable that holds <group>/<key>, for Kubernetes a secret's name and key.
-        variable: under which the pod gets the secret itself.
+        setting: variable with <group>/<key>; in Kubernetes the name and key of a secret.
+        variable: contains the secret in the pod.
 
     Raises:
-        ValueError: if the setting reads otherwise.
+        ValueError: if the setting has another form.
     """
     named = os.environ.get(setting, "")
     if not named:
@@ -65,54 +69,57 @@ def secret(setting: str, variable: str) -> dict[str, Any]:
 # For tasks that read the hub, and for those that may ask a server.
 HUB = secret("EAGLE3_HF_SECRET", "HF_TOKEN")
 SERVER = secret("EAGLE3_SERVER_SECRET", "EAGLE3_SERVER_KEY")
-ENVIRONMENT = carried_environment()
+DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}
+
+ON_CPU: dict[str, Any] = {
+    "container_image": images.CPU,
+    "environment": carried_environment(),
+    "retries": 2,
+    "interruptible": False,
+}
 
 # Reading inputs, gathering shards, the summary: seconds of one core.
-LIGHT: dict[str, Any] = {
-    "environment": ENVIRONMENT,
+LIGHT: dict[str, Any] = ON_CPU | {
     "requests": Resources(cpu="1", mem="2Gi", ephemeral_storage="4Gi"),
     "limits": Resources(cpu="2", mem="4Gi", ephemeral_storage="8Gi"),
     "timeout": timedelta(hours=1),
-    "interruptible": False,
 }
 
-# A @dynamic: as light, but it lasts as long as its nodes.
+# A @dynamic lasts as long as its nodes.
 DYNAMIC: dict[str, Any] = LIGHT | {"timeout": timedelta(days=30)}
 
-# Tokenising, counting, fetching and exporting: some cores, room for the target's files.
-DATA: dict[str, Any] = {
-    "environment": ENVIRONMENT,
+# Tokenizing, counting, fetching and exporting: some cores, room for the target's files.
+DATA: dict[str, Any] = ON_CPU | {
     "requests": Resources(cpu="4", mem="16Gi", ephemeral_storage="100Gi"),
     "limits": Resources(cpu="8", mem="32Gi", ephemeral_storage="200Gi"),
     "timeout": timedelta(hours=24),
-    "interruptible": False,
 }
 
-# A client of somebody's engine server.
+# A client of an engine server that runs elsewhere.
 CLIENT: dict[str, Any] = {
     "requests": Resources(cpu="4", mem="16Gi", gpu="0", ephemeral_storage="100Gi"),
     "limits": Resources(cpu="8", mem="32Gi", gpu="0", ephemeral_storage="200Gi"),
 }
 
-# Time-outs are for what hangs: far above what a shard or a training takes. Regeneration and extraction, which lose little with
-# a pod, are `interruptible` where they are declared and run on spot; nothing else does.
-
-# One engine replica or one trainer: a whole H200 each. A trainer that is given several runs one process on each
-# (train.processes: 0).
-ENGINE: dict[str, Any] = {
-    "environment": ENVIRONMENT,
+# One engine replica or one trainer: a whole H200 each. Time-outs are for what hangs: far above what a shard or a
+# training takes.
+ON_GPU: dict[str, Any] = {
+    "container_image": images.GPU,
+    "environment": carried_environment(),
+    "retries": 3,
+    "accelerator": H200,
+    "shared_memory": "16Gi",
+}
+ENGINE: dict[str, Any] = ON_GPU | {
     "requests": Resources(cpu="8", mem="96Gi", gpu="1", ephemeral_storage="200Gi"),
     "limits": Resources(cpu="16", mem="128Gi", gpu="1", ephemeral_storage="400Gi"),
-    "accelerator": H200,
-    "shared_memory": "16Gi",
     "timeout": timedelta(days=2),
+    "interruptible": True,  # a shard loses little with its pod
 }
-TRAINER: dict[str, Any] = {
-    "environment": ENVIRONMENT,
+EVALUATION: dict[str, Any] = ENGINE | {"interruptible": False}
+TRAINER: dict[str, Any] = ON_GPU | {
     "requests": Resources(cpu="16", mem="128Gi", gpu="1", ephemeral_storage="300Gi"),
     "limits": Resources(cpu="24", mem="192Gi", gpu="1", ephemeral_storage="400Gi"),
-    "accelerator": H200,
-    "shared_memory": "16Gi",
     "timeout": timedelta(days=14),
     "interruptible": False,
 }
@@ -122,7 +129,7 @@ TRAINER: dict[str, Any] = {
 class Pod:
     """What a node's pod asks for.
 
-    overrides: for `with_overrides`. template: the PodTemplate of the cluster that it is made after, or empty.
+    overrides: for `with_overrides`. template: name of the cluster's PodTemplate for it, or empty.
     """
 
     overrides: dict[str, Any]
@@ -132,15 +139,15 @@ class Pod:
         """A task's node in a @dynamic, on this pod; locally the task runs at once, and this is its result."""
         if store.is_local():
             return task(**inputs)
-        return after_template(task, self.template)(**inputs).with_overrides(**self.overrides)
+        return _after_template(task, self.template)(**inputs).with_overrides(**self.overrides)
 
 
 @cache
-def after_template(task: Any, name: str) -> Any:
-    """The task, its pods made after a PodTemplate; for a @dynamic, whose nodes bring along the tasks they were compiled from.
+def _after_template(task: Any, name: str) -> Any:
+    """A copy of the task for a @dynamic to compile, with pods made after a PodTemplate: labels, tolerations and the like.
 
-    Labels of node pools, tolerations and the like stand in the PodTemplate. A node's own override would have to be the whole
-    pod, which Propeller takes as it stands (flyteorg/flyte 6463), and which flytekit writes with the package kubernetes only.
+    A node's own override would have to be the whole pod, which Propeller takes unchanged (flyteorg/flyte 6463), and which
+    flytekit writes with the package kubernetes only.
     """
     if not name:
         return task
@@ -149,34 +156,51 @@ def after_template(task: Any, name: str) -> Any:
     return made
 
 
-def replica_pod(fanout: FanOutConfig, resources: ResourcesConfig) -> Pod:
-    """An engine task's pod: the recipe's GPUs, as many as a split target needs, none beside a server."""
-    asked = resources.engine
-    quantities = CLIENT if fanout.server_urls else _gpu_pod(ENGINE, asked, fanout.tensor_parallel_size)
-    return Pod(quantities | {"interruptible": asked.spot}, "" if fanout.server_urls else asked.pod_template)
+def on_pod(task: Any, pod_for: Callable[[Recipe], Pod]) -> Any:
+    """A @dynamic of the same inputs, named <task>_node, that runs the task on the pod that its input `recipe` asks for."""
+    function = task.task_function
+
+    def node(**inputs: Any) -> Any:
+        return pod_for(inputs["recipe"]).node(task, **inputs)
+
+    node.__name__ = node.__qualname__ = f"{function.__name__}_node"
+    node.__module__ = function.__module__
+    node.__doc__ = f"{function.__name__} on the pod that the recipe asks for."
+    node.__annotations__ = get_type_hints(function)
+    node.__signature__ = signature(function)  # type: ignore[attr-defined]
+    return dynamic(**DYNAMIC)(recoverable(node))
 
 
-def evaluation_pod(fanout: FanOutConfig, resources: ResourcesConfig) -> Pod:
-    """The evaluation's: as many GPUs as a split target needs, beside a server too; never on spot."""
-    asked = resources.engine
-    return Pod(
-        _gpu_pod(ENGINE, asked, fanout.tensor_parallel_size) | {"interruptible": False}, asked.pod_template
-    )
+def engine_pod(recipe: Recipe) -> Pod:
+    """An engine replica: as many GPUs as a split target needs."""
+    asked = recipe.resources.engine
+    quantities = _gpu_pod(ENGINE, asked, recipe.fanout.tensor_parallel_size)
+    return Pod(quantities | {"interruptible": asked.spot}, asked.pod_template)
 
 
-def trainer_pod(resources: ResourcesConfig) -> Pod:
-    """The trainer's."""
-    trainer = resources.trainer
-    return Pod(
-        _gpu_pod(TRAINER, trainer, trainer.gpus) | {"interruptible": trainer.spot}, trainer.pod_template
-    )
+def answering_pod(recipe: Recipe) -> Pod:
+    """An engine replica, or a client of a server."""
+    if not recipe.fanout.server_urls:
+        return engine_pod(recipe)
+    return Pod(CLIENT | {"interruptible": recipe.resources.engine.spot}, "")
 
 
-def data_pod(resources: ResourcesConfig) -> Pod:
-    """Of what fetches the target and prepares the data."""
-    return Pod(
-        _sides(DATA, resources.data) | {"interruptible": resources.data.spot}, resources.data.pod_template
-    )
+def evaluation_pod(recipe: Recipe) -> Pod:
+    """An engine replica that is never on spot: its speed is measured."""
+    pod = engine_pod(recipe)
+    return Pod(pod.overrides | {"interruptible": False}, pod.template)
+
+
+def trainer_pod(recipe: Recipe) -> Pod:
+    """The trainer."""
+    asked = recipe.resources.trainer
+    return Pod(_gpu_pod(TRAINER, asked, asked.gpus) | {"interruptible": asked.spot}, asked.pod_template)
+
+
+def data_pod(recipe: Recipe) -> Pod:
+    """What fetches the target or prepares the data."""
+    asked = recipe.resources.data
+    return Pod(_sides(DATA, asked) | {"interruptible": asked.spot}, asked.pod_template)
 
 
 def pod_disks(resources: ResourcesConfig) -> dict[str, int]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from flytekit import Cache, task
 from flytekit.types.file import FlyteFile
 
-import images
 from eagle3.config.data import VocabConfig
 from workflows.flyte import store
 from workflows.flyte.interfaces import DraftVocab, Target, TokenShards
@@ -18,13 +17,7 @@ from workflows.flyte.stage import stage
 logger = logging.getLogger("eagle3")
 
 
-@task(
-    container_image=images.CPU,
-    cache=Cache(version="2", ignored_inputs=("shards", "target", "init_from")),
-    retries=2,
-    **DATA,
-    **HUB,
-)
+@task(cache=Cache(version="2", ignored_inputs=("shards", "target", "init_from")), **DATA, **HUB)
 @stage
 def build_vocab(
     shards: TokenShards,

@@ -3,7 +3,6 @@
 from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 
-import images
 from workflows.flyte import store
 from workflows.flyte.interfaces import Target, TokenShards
 from workflows.flyte.pods import DATA
@@ -12,12 +11,7 @@ from workflows.flyte.stage import stage
 NUM_SAMPLES = 8
 
 
-@task(
-    container_image=images.CPU,
-    cache=Cache(version="2", ignored_inputs=("shards", "target")),
-    retries=2,
-    **DATA,
-)
+@task(cache=Cache(version="2", ignored_inputs=("shards", "target")), **DATA)
 @stage
 def describe_rows(
     shards: TokenShards, shards_digest: str, target: Target, target_digest: str

@@ -1,29 +1,20 @@
 """evaluate: acceptance length and speed on held-out prompts."""
 
-from typing import Any, cast
+from typing import Any
 
-from flytekit import Cache, dynamic, task
+from flytekit import Cache, task
 from flytekit.types.file import FlyteFile
 
-import images
-from eagle3.config.engine import EngineConfig, EvaluateConfig, FanOutConfig
-from eagle3.config.resources import ResourcesConfig
+from eagle3.config.engine import EngineConfig, EvaluateConfig
 from workflows.flyte import store
 from workflows.flyte.interfaces import DraftExport, EvaluationReport, Target, TokenShard
 from workflows.flyte.live import JobDeck
-from workflows.flyte.pods import DYNAMIC, ENGINE, evaluation_pod
-from workflows.flyte.stage import recoverable, stage
+from workflows.flyte.pods import DECK, EVALUATION, evaluation_pod, on_pod
+from workflows.flyte.recipe import Recipe
+from workflows.flyte.stage import stage
 
 
-@task(
-    container_image=images.GPU,
-    cache=Cache(version="1", ignored_inputs=("draft", "heldout", "target", "tensor_parallel_size")),
-    retries=3,
-    interruptible=False,
-    enable_deck=True,
-    deck_fields=(),
-    **ENGINE,
-)
+@task(cache=Cache(version="1", ignored_inputs=("draft", "heldout", "target", "recipe")), **EVALUATION, **DECK)
 @stage
 def evaluate_draft(
     draft: DraftExport,
@@ -34,25 +25,20 @@ def evaluate_draft(
     target_digest: str,
     engine: EngineConfig,
     evaluate: EvaluateConfig,
-    tensor_parallel_size: int,
+    recipe: Recipe,
 ) -> EvaluationReport:
     from eagle3.evaluation import benchmark
 
     path = store.new_dir("evaluate_draft") / "evaluation.json"
-    target_dir, export_dir, heldout_path = (
+    deck = JobDeck("evaluate")
+    figures = benchmark.evaluate(
         target.directory.download(),
         draft.directory.download(),
         heldout.file.download(),
-    )
-    deck = JobDeck("evaluate")
-    figures = benchmark.evaluate(
-        target_dir,
-        export_dir,
-        heldout_path,
         engine,
         evaluate,
         str(path),
-        tensor_parallel_size=tensor_parallel_size,
+        tensor_parallel_size=recipe.fanout.tensor_parallel_size,
         watch=deck.watch,
     )
     deck.finish(_figures(figures))
@@ -78,31 +64,4 @@ def _figures(found: dict[str, Any]) -> dict[str, str]:
     }
 
 
-@dynamic(container_image=images.CPU, retries=2, **DYNAMIC)
-@recoverable
-def evaluate_draft_node(
-    draft: DraftExport,
-    draft_digest: str,
-    heldout: TokenShard,
-    heldout_digest: str,
-    target: Target,
-    target_digest: str,
-    engine: EngineConfig,
-    evaluate: EvaluateConfig,
-    fanout: FanOutConfig,
-    resources: ResourcesConfig,
-) -> EvaluationReport:
-    """evaluate_draft on the pod that the recipe asks for."""
-    node = evaluation_pod(fanout, resources).node(
-        evaluate_draft,
-        draft=draft,
-        draft_digest=draft_digest,
-        heldout=heldout,
-        heldout_digest=heldout_digest,
-        target=target,
-        target_digest=target_digest,
-        engine=engine,
-        evaluate=evaluate,
-        tensor_parallel_size=fanout.tensor_parallel_size,
-    )
-    return cast(EvaluationReport, node)
+evaluate_draft_node = on_pod(evaluate_draft, evaluation_pod)

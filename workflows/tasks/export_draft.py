@@ -3,7 +3,6 @@
 from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 
-import images
 from eagle3.config.training import ExportConfig
 from workflows.flyte import store
 from workflows.flyte.interfaces import DraftCheckpoint, DraftExport, DraftVocab, Target
@@ -11,12 +10,7 @@ from workflows.flyte.pods import DATA
 from workflows.flyte.stage import stage
 
 
-@task(
-    container_image=images.CPU,
-    cache=Cache(version="1", ignored_inputs=("checkpoint", "vocab", "target")),
-    retries=2,
-    **DATA,
-)
+@task(cache=Cache(version="1", ignored_inputs=("checkpoint", "vocab", "target")), **DATA)
 @stage
 def export_draft(
     checkpoint: DraftCheckpoint,

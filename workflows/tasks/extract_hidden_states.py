@@ -6,29 +6,20 @@ from typing import Any, cast
 from flytekit import Cache, dynamic, task
 from flytekit.types.directory import FlyteDirectory
 
-import images
-from eagle3.config.engine import EngineConfig, ExtractConfig, FanOutConfig
-from eagle3.config.resources import ResourcesConfig
+from eagle3.config.engine import EngineConfig, ExtractConfig
 from workflows.flyte import store
 from workflows.flyte.fan_out import fan_out
 from workflows.flyte.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
 from workflows.flyte.live import JobDeck
-from workflows.flyte.pods import DYNAMIC, ENGINE, LIGHT, replica_pod
+from workflows.flyte.pods import DECK, DYNAMIC, ENGINE, LIGHT, engine_pod
+from workflows.flyte.recipe import Recipe
 from workflows.flyte.stage import recoverable, stage
 
 CACHE = Cache(version="3", ignored_inputs=("shard", "target", "tensor_parallel_size"))
 NAME = "extract_hidden_states"
 
 
-@task(
-    container_image=images.GPU,
-    cache=CACHE,
-    retries=3,
-    interruptible=True,
-    enable_deck=True,
-    deck_fields=(),
-    **ENGINE,
-)
+@task(cache=CACHE, **ENGINE, **DECK)
 @stage
 def extract_shard(
     shard: TokenShard,
@@ -83,7 +74,7 @@ def _key(shard_digest: str, target_digest: str, engine: EngineConfig, extract: E
     return store.digest_of_digests([CACHE.version, shard_digest, target_digest, *settings])
 
 
-@task(container_image=images.CPU, retries=2, **LIGHT)
+@task(**LIGHT)
 @recoverable
 def gather_hidden_states(shards: list[HiddenStateShard]) -> HiddenStateShards:
     """Number the shards: two that hold the same rows come from the cache under one index."""
@@ -92,23 +83,16 @@ def gather_hidden_states(shards: list[HiddenStateShard]) -> HiddenStateShards:
     return HiddenStateShards(ordered, ordered[0].layer_ids, digest)
 
 
-@dynamic(container_image=images.CPU, retries=2, **DYNAMIC)
+@dynamic(**DYNAMIC)
 @recoverable
-def extract_hidden_states(
-    shards: TokenShards,
-    target: Target,
-    engine: EngineConfig,
-    extract: ExtractConfig,
-    fanout: FanOutConfig,
-    resources: ResourcesConfig,
-) -> HiddenStateShards:
+def extract_hidden_states(shards: TokenShards, target: Target, recipe: Recipe) -> HiddenStateShards:
     """Run every shard through the target, on engines of our own: a server captures nothing.
 
     Raises:
         ValueError: if the states do not fit on the local disk.
     """
-    check_room(shards, target, engine, extract)
-    pod = replica_pod(fanout.model_copy(update={"server_urls": []}), resources)
+    check_room(shards, target, recipe)
+    pod = engine_pod(recipe)
 
     def start(shard: TokenShard, _: int) -> Any:
         return pod.node(
@@ -117,30 +101,31 @@ def extract_hidden_states(
             shard_digest=shard.digest,
             target=target,
             target_digest=target.digest,
-            engine=engine,
-            extract=extract,
-            tensor_parallel_size=fanout.tensor_parallel_size,
+            engine=recipe.engine,
+            extract=recipe.extract,
+            tensor_parallel_size=recipe.fanout.tensor_parallel_size,
         )
 
-    captured = fan_out(shards.shards, fanout.replicas, start)
+    captured = fan_out(shards.shards, recipe.fanout.replicas, start)
     return cast(HiddenStateShards, gather_hidden_states(shards=captured))
 
 
-def check_room(shards: TokenShards, target: Target, engine: EngineConfig, extract: ExtractConfig) -> None:
-    """Say how many bytes the states take; locally, refuse what does not fit beside what is captured already."""
+def check_room(shards: TokenShards, target: Target, recipe: Recipe) -> None:
+    """Print how many bytes the states take; locally, refuse what does not fit on the disk next to finished captures."""
     from eagle3.shards.hidden_states import hidden_state_bytes
     from eagle3.targets.properties import aux_layer_ids
 
-    num_aux = len(aux_layer_ids(extract.layer_ids, target.num_layers))
-    tokens, supervised = sum(s.tokens for s in shards.shards), sum(s.supervised_tokens for s in shards.shards)
-    needed = hidden_state_bytes(tokens, supervised, num_aux, target.hidden_size, extract.encoding)
-    text = (
-        f"states of {tokens} tokens as {extract.encoding}: at most {needed / 1e9:.3f} GB before compression"
-    )
+    encoding = recipe.extract.encoding
+    num_aux = len(aux_layer_ids(recipe.extract.layer_ids, target.num_layers))
+    tokens = sum(shard.tokens for shard in shards.shards)
+    supervised = sum(shard.supervised_tokens for shard in shards.shards)
+    needed = hidden_state_bytes(tokens, supervised, num_aux, target.hidden_size, encoding)
+    text = f"states of {tokens} tokens as {encoding}: at most {needed / 1e9:.3f} GB before compression"
     if store.is_local():
         free = store.free_bytes()
         text += f"; {store.root()} has {free / 1e9:.3f} GB free"
-        keys = {_key(shard.digest, target.digest, engine, extract) for shard in shards.shards}
+        digests = {shard.digest for shard in shards.shards}
+        keys = [_key(digest, target.digest, recipe.engine, recipe.extract) for digest in digests]
         if needed > free + sum(store.taken(NAME, key) for key in keys):
             raise ValueError(f"{text}: free some, train on fewer prompts, or set extract.encoding to fp8")
     print(text, flush=True)

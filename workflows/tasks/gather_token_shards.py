@@ -5,14 +5,13 @@ from dataclasses import replace
 
 from flytekit import task
 
-import images
 from workflows.flyte import store
 from workflows.flyte.interfaces import TokenShard, TokenShards
 from workflows.flyte.pods import LIGHT
 from workflows.flyte.stage import recoverable
 
 
-@task(container_image=images.CPU, retries=2, **LIGHT)
+@task(**LIGHT)
 @recoverable
 def gather_token_shards(shards: list[TokenShard]) -> TokenShards:
     """Number the shards that have a row, and print what became of the prompts of all."""

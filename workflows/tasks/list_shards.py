@@ -5,32 +5,35 @@ from typing import Any
 from flytekit import task
 from flytekit.types.file import FlyteFile
 
-import images
 from workflows.flyte import store
 from workflows.flyte.interfaces import HiddenStateShard, HiddenStateShards, Target, TokenShard, TokenShards
 from workflows.flyte.pods import LIGHT
+from workflows.flyte.recipe import Recipe
 from workflows.flyte.run_dir import run_dir, write_text
 from workflows.flyte.stage import recoverable
 from workflows.tasks.take_shards import identity
 
 
-@task(container_image=images.CPU, retries=2, **LIGHT)
+@task(**LIGHT)
 @recoverable
-def list_token_shards(run_name: str, target: Target, shards: TokenShards) -> tuple[TokenShards, FlyteFile]:
+def list_token_shards(recipe: Recipe, target: Target, shards: TokenShards) -> tuple[TokenShards, FlyteFile]:
     """Write token_shards.json: into runs/<run_name> here, into the cluster's storage in a pod."""
     return shards, _list(
-        run_name, "token_shards", target, [_entry(s, store.location(s.file)) for s in shards.shards]
+        recipe.run_name, "token_shards", target, [_entry(s, store.location(s.file)) for s in shards.shards]
     )
 
 
-@task(container_image=images.CPU, retries=2, **LIGHT)
+@task(**LIGHT)
 @recoverable
 def list_hidden_states(
-    run_name: str, target: Target, states: HiddenStateShards
+    recipe: Recipe, target: Target, states: HiddenStateShards
 ) -> tuple[HiddenStateShards, FlyteFile]:
     """Write hidden_states.json: into runs/<run_name> here, into the cluster's storage in a pod."""
     return states, _list(
-        run_name, "hidden_states", target, [_entry(s, store.location(s.directory)) for s in states.shards]
+        recipe.run_name,
+        "hidden_states",
+        target,
+        [_entry(s, store.location(s.directory)) for s in states.shards],
     )
 
 

@@ -1,13 +1,14 @@
 """promote: the new draft is served from now on, unless it is worse than the one before on the same held-out prompts."""
 
+from typing import Any
+
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
 
-import images
-from eagle3.config.engine import EngineConfig, EvaluateConfig
-from eagle3.config.training import PromoteConfig, TrainConfig
+from eagle3.config.training import PromoteConfig
 from eagle3.promotion import Measurement
-from eagle3.uris import redact
+from eagle3.uris import check_uri, redact
 from workflows.flyte import store
 from workflows.flyte.interfaces import (
     CurrentDraft,
@@ -18,16 +19,20 @@ from workflows.flyte.interfaces import (
     TokenShard,
 )
 from workflows.flyte.pods import DATA, HUB, LIGHT
+from workflows.flyte.recipe import Recipe
 from workflows.flyte.stage import recoverable
 
 
-@task(container_image=images.CPU, retries=2, **LIGHT, **HUB)
+@task(**LIGHT, **HUB)
 @recoverable
-def find_current_draft(promote: PromoteConfig, train: TrainConfig) -> CurrentDraft:
-    """Before anything expensive: which draft is served now? Never cached: another run may have promoted one.
+def find_current_draft(
+    recipe: Recipe, promote: PromoteConfig, prompts: str, heldout: str, run_name: str
+) -> CurrentDraft:
+    """Which draft is served now? Never cached: another run may have promoted one. prompts, heldout and run_name replace the
+    recipe's unless empty.
 
     Raises:
-        ValueError: if what names it is broken, or the place is one that ends with the pod.
+        ValueError: if what names the draft is broken, or promote.place ends with the pod.
     """
     from eagle3.files import is_remote
     from eagle3.promotion import restore_pointer
@@ -37,20 +42,23 @@ def find_current_draft(promote: PromoteConfig, train: TrainConfig) -> CurrentDra
             f"promote.place must be a URL in a cluster, got {redact(promote.place)}: a pod's directories end with it"
         )
     store.share_credentials()
+    changes: dict[str, Any] = {"run_name": run_name} if run_name else {}
+    uris = {"prompts": prompts, "heldout": heldout}
+    changes |= {name: FlyteFile(check_uri(uri)) for name, uri in uris.items() if uri}
     current = restore_pointer(promote.place)
+    if current and promote.warm_start:
+        rates = ("learning_rate", "muon_learning_rate")
+        settings = {name: getattr(recipe.train, name) * promote.warm_rate_share for name in rates}
+        settings |= {"init_from": current.export, "init_revision": ""}
+        changes["train"] = recipe.train.model_copy(update=settings)
+    recipe = recipe.model_copy(update=changes)
     if current is None:
-        return CurrentDraft(train, 0, [], "")
-    if promote.warm_start:
-        rates = {
-            name: getattr(train, name) * promote.warm_rate_share
-            for name in ("learning_rate", "muon_learning_rate")
-        }
-        train = train.model_copy(update={"init_from": current.export, "init_revision": "", **rates})
+        return CurrentDraft(recipe, 0, [], "")
     draft = DraftExport(FlyteDirectory(current.export), current.digest)
-    return CurrentDraft(train, current.number, [draft], current.target_digest)
+    return CurrentDraft(recipe, current.number, [draft], current.target_digest)
 
 
-@task(container_image=images.CPU, retries=2, **LIGHT)
+@task(**LIGHT)
 @recoverable
 def check_current_draft(made_for: str, target: Target) -> Target:
     """Refuse, before the engine starts, a place that keeps drafts for another target; hands the target on to what follows."""
@@ -62,7 +70,7 @@ def check_current_draft(made_for: str, target: Target) -> Target:
     return target
 
 
-@task(container_image=images.CPU, retries=2, **LIGHT)
+@task(**LIGHT)
 @recoverable
 def choose_opponent(current: list[DraftExport], draft: DraftExport, report: EvaluationReport) -> DraftExport:
     """What the new draft is compared with: the current one, measured on this run's held-out prompts, since last time's may have
@@ -70,7 +78,7 @@ def choose_opponent(current: list[DraftExport], draft: DraftExport, report: Eval
     return current[0] if current else draft
 
 
-@task(container_image=images.CPU, retries=2, **DATA)
+@task(**DATA)
 @recoverable
 def promote_draft(
     draft: DraftExport,
@@ -80,23 +88,20 @@ def promote_draft(
     number: int,
     heldout: TokenShard,
     target: Target,
-    engine: EngineConfig,
-    evaluate: EvaluateConfig,
+    recipe: Recipe,
     promote: PromoteConfig,
 ) -> Promotion:
     """Decide, and where the answer is yes, keep the draft and let promoted.json name it."""
     from eagle3 import promotion
 
     store.share_credentials()
-    settings = f"{target.digest} {engine.model_dump_json()} {evaluate.model_dump_json()}"
+    settings = f"{target.digest} {recipe.engine.model_dump_json()} {recipe.evaluate.model_dump_json()}"
     new = _measurement(draft, report, heldout, settings)
     before = _measurement(current[0], opponent_report, heldout, settings) if current else None
     decision = promotion.decide(new, before, promote.margin, promote.identical_text)
-    served, promoted, reason = (
-        (store.location(current[0].directory) if current else ""),
-        decision.promote,
-        decision.reason,
-    )
+    served = store.location(current[0].directory) if current else ""
+    promoted = decision.promote
+    reason = decision.reason
     if promoted:
         wanted = promotion.Promoted(
             number=number + 1,
@@ -111,10 +116,8 @@ def promote_draft(
         try:
             served = promotion.promote(promote.place, draft.directory.download(), wanted).export
         except FileExistsError:
-            promoted, reason = (
-                False,
-                "another draft was promoted meanwhile; run again to be compared with that one",
-            )
+            promoted = False
+            reason = "another draft was promoted meanwhile; run again to be compared with that one"
     print(
         f"{'promoted' if promoted else 'not promoted'}: {reason}; served is {redact(served) or 'none'}",
         flush=True,

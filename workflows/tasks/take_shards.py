@@ -11,8 +11,6 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-import images
-from eagle3.config.engine import ExtractConfig, RegenerateConfig
 from eagle3.uris import redact
 from workflows.flyte import store
 from workflows.flyte.interfaces import (
@@ -26,13 +24,14 @@ from workflows.flyte.interfaces import (
     TokenShards,
 )
 from workflows.flyte.pods import DATA, LIGHT
+from workflows.flyte.recipe import Recipe
 from workflows.flyte.stage import recoverable
 
 
-@task(container_image=images.CPU, retries=2, **DATA)
+@task(**DATA)
 @recoverable
 def take_token_shards(
-    places: list[str], heldout: TokenShard, target: Target, regenerate: RegenerateConfig
+    places: list[str], heldout: TokenShard, target: Target, recipe: Recipe
 ) -> GivenTokenShards:
     """Tell answered shards from those that wait.
 
@@ -46,7 +45,7 @@ def take_token_shards(
     heldout_rows = read_token_shard(heldout.file.download())
     found = find_token_shards(places, identity(target), target.vocab_size, heldout_rows)
     waiting = [shard.uri for shard in found if shard.waits]
-    if waiting and not regenerate.enabled:
+    if waiting and not recipe.regenerate.enabled:
         raise ValueError(
             f"{redact(waiting[0])}: rows wait for the target's answers; set regenerate.enabled to true"
         )
@@ -63,10 +62,10 @@ def take_token_shards(
     )
 
 
-@task(container_image=images.CPU, retries=2, **DATA)
+@task(**DATA)
 @recoverable
 def take_hidden_states(
-    places: list[str], heldout: TokenShard, target: Target, extract: ExtractConfig
+    places: list[str], heldout: TokenShard, target: Target, recipe: Recipe
 ) -> GivenHiddenStates:
     """Read manifests, and token ids and masks of the chunks, which become token shards again: the vocabulary is chosen by them.
 
@@ -78,7 +77,7 @@ def take_hidden_states(
     from eagle3.targets.properties import aux_layer_ids
 
     store.share_credentials()
-    layer_ids = aux_layer_ids(extract.layer_ids, target.num_layers)
+    layer_ids = aux_layer_ids(recipe.extract.layer_ids, target.num_layers)
     heldout_rows = read_token_shard(heldout.file.download())
     out, states, rows = store.new_dir("take_hidden_states"), [], []
     for i, found in enumerate(
@@ -102,7 +101,7 @@ def take_hidden_states(
     )
 
 
-@task(container_image=images.CPU, retries=2, **LIGHT)
+@task(**LIGHT)
 @recoverable
 def join_token_shards(answered: TokenShards, made: TokenShards) -> TokenShards:
     """The shards that had their answers, and behind them those that got them now."""

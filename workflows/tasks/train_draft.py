@@ -3,25 +3,23 @@
 import json
 import tempfile
 from pathlib import Path
-from typing import cast
 
-from flytekit import Cache, dynamic, task
+from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 
-import images
-from eagle3.config.resources import ResourcesConfig
 from eagle3.config.training import TrainConfig
 from eagle3.files import files_digest
 from workflows.flyte import store
 from workflows.flyte.interfaces import DraftCheckpoint, DraftVocab, HiddenStateShards, Target
 from workflows.flyte.live import AttemptCheckpoint, TrainingDeck
-from workflows.flyte.pods import DYNAMIC, HUB, TRAINER, trainer_pod
-from workflows.flyte.stage import recoverable, stage
+from workflows.flyte.pods import DECK, HUB, TRAINER, on_pod, trainer_pod
+from workflows.flyte.recipe import Recipe
+from workflows.flyte.stage import stage
 
-CACHE = Cache(version="3", ignored_inputs=("states", "vocab", "target", "init_from", "given"))
+CACHE = Cache(version="3", ignored_inputs=("states", "vocab", "target", "init_from", "recipe"))
 
 
-@task(container_image=images.GPU, cache=CACHE, retries=3, enable_deck=True, deck_fields=(), **TRAINER, **HUB)
+@task(cache=CACHE, **TRAINER, **DECK, **HUB)
 @stage
 def train_draft(
     states: HiddenStateShards,
@@ -32,25 +30,26 @@ def train_draft(
     target_digest: str,
     init_from: str,
     init_digest: str,
-    given: TrainConfig,
     train: TrainConfig,
+    recipe: Recipe,
 ) -> DraftCheckpoint:
-    """Train in processes of their own; a run that was killed goes on from its checkpoint, here and in a pod.
+    """Train in processes of their own; a run that was killed resumes from its checkpoint, here and in a pod.
 
-    `given` says how, too; in the cache key stands `train`, its settings_of_result alone.
+    The cache key has `train`, which decides the draft; `recipe.train` also says how to train.
     """
     from eagle3.training import launch
     from eagle3.training.checkpoint import CHECKPOINT_NAME
     from eagle3.training.loop import METRICS
 
-    assert train == given.settings_of_result(), "the key would be another draft's"
+    how = recipe.train
+    assert train == how.settings_of_result(), "the key would be another draft's"
     store.share_credentials()
     target_dir = target.directory.download()
     digests = [states_digest, vocab_digest, target_digest, init_digest]
     key = store.digest_of_digests([CACHE.version, *digests, train.model_dump_json()])
     with tempfile.TemporaryDirectory() as init_dir, store.resumable_dir("train_draft", key) as out:
         if init_digest:
-            _fetch_initial(init_from, init_digest, target_dir, states.layer_ids, given, init_dir)
+            _fetch_initial(init_from, init_digest, target_dir, states.layer_ids, how, init_dir)
         checkpoint, deck = AttemptCheckpoint(out / CHECKPOINT_NAME), TrainingDeck(out / METRICS)
         checkpoint.restore()
 
@@ -64,7 +63,7 @@ def train_draft(
             target_dir=target_dir,
             layer_ids=states.layer_ids,
             out_dir=str(out),
-            cfg=given,
+            cfg=how,
             init_dir=init_dir if init_digest else "",
         )
         try:
@@ -82,7 +81,7 @@ def train_draft(
 def _fetch_initial(
     init_from: str, digest: str, target_dir: str, layer_ids: list[int], cfg: TrainConfig, out: str
 ) -> None:
-    """Fetch and check the draft that training goes on from."""
+    """Fetch and check the draft that training starts from."""
     from eagle3.draft.initial import check_initial, fetch_initial, warn_of_overrides
 
     target = json.loads((Path(target_dir) / "config.json").read_text())
@@ -91,32 +90,4 @@ def _fetch_initial(
     warn_of_overrides(out, cfg)
 
 
-@dynamic(container_image=images.CPU, retries=2, **DYNAMIC)
-@recoverable
-def train_draft_node(
-    states: HiddenStateShards,
-    states_digest: str,
-    vocab: DraftVocab,
-    vocab_digest: str,
-    target: Target,
-    target_digest: str,
-    init_from: str,
-    init_digest: str,
-    train: TrainConfig,
-    resources: ResourcesConfig,
-) -> DraftCheckpoint:
-    """train_draft on the pod that the recipe asks for."""
-    node = trainer_pod(resources).node(
-        train_draft,
-        states=states,
-        states_digest=states_digest,
-        vocab=vocab,
-        vocab_digest=vocab_digest,
-        target=target,
-        target_digest=target_digest,
-        init_from=init_from,
-        init_digest=init_digest,
-        given=train,
-        train=train.settings_of_result(),
-    )
-    return cast(DraftCheckpoint, node)
+train_draft_node = on_pod(train_draft, trainer_pod)
