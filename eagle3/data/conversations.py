@@ -91,12 +91,6 @@ def to_conversation(row: Mapping[str, Any]) -> Conversation | Pretokenized:
         raise BadRow("too_deep", message) from e
 
 
-def has_answer(messages: list[Message]) -> bool:
-    """Whether an assistant turn follows a user's."""
-    roles = [m["role"] for m in messages]
-    return "user" in roles and "assistant" in roles[roles.index("user") :]
-
-
 def drop_trailing_answer(messages: list[Message]) -> list[Message]:
     """The messages that the target is to answer: all but assistant turns at the end."""
     end = len(messages)
@@ -165,7 +159,9 @@ def _read_turn(turn: Any, where: str) -> list[Message]:
     content = turn.get("content", turn.get("value"))
     calls = turn.get("tool_calls") or turn.get("function_call")
     if role == "calls":
-        role, content, calls = "assistant", None, content
+        role = "assistant"
+        calls = content
+        content = None
     text = _read_text(content, where, objects_too=role == "tool")
     if role == "system" and not text.strip():
         return []

@@ -14,7 +14,6 @@ from eagle3.data.conversations import (
     Conversation,
     Pretokenized,
     drop_trailing_answer,
-    has_answer,
     to_conversation,
 )
 from eagle3.data.files import MAX_ROW_BYTES, Record
@@ -134,10 +133,10 @@ class RowEncoder:
             message = f"more than {MAX_ROW_BYTES:,} characters; cut the row"
             return outcome.dropped("row_too_large", message), []
         if task.keep == "answers":
-            if not has_answer(messages):
+            rows = conversation_rows(self.tokenizer, conversation, task.thinking)
+            if not rows:
                 remedy = "add an answer or set regenerate.enabled to true"
                 raise BadRow("no_answer", f"no assistant text to train on; {remedy}")
-            rows = conversation_rows(self.tokenizer, conversation, task.thinking)
             return replace(outcome, content=_content(conversation)), rows
         text = ""
         kept = replace(conversation, messages=drop_trailing_answer(messages))
@@ -177,7 +176,8 @@ class RowEncoder:
             num_chars += sum(len(piece.text) for piece in pieces)
             if num_chars >= MAX_TOKENIZED_CHARS:
                 yield from encode_rows(self.tokenizer, batch, limit)
-                batch, num_chars = [], 0
+                batch = []
+                num_chars = 0
         yield from encode_rows(self.tokenizer, batch, limit)
 
     def _add_rows(self, outcome: Outcome, encoded: list[EncodedRow], task: Task) -> Outcome:
@@ -237,6 +237,7 @@ def in_batches(records: Iterable[Record]) -> Iterator[list[Record]]:
         size += record.size
         if len(batch) == MAX_BATCH_ROWS or size >= MAX_BATCH_BYTES:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch

@@ -154,7 +154,8 @@ def _read_json_list(file: Any, path: str, name: str) -> Iterator[Record]:
                 rule = f"not JSON ({getattr(e, 'msg', e)}), so the next rows cannot be found"
                 remedy = "correct it or write one JSON object on each line of a .jsonl file"
                 raise ValueError(f"{path}, row {number + 1}: {rule}; {remedy}") from e
-            buffer, at = buffer[at:] + more, 0
+            buffer = buffer[at:] + more
+            at = 0
             continue
         number += 1
         at = end

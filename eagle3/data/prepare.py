@@ -11,6 +11,7 @@ left.
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -83,8 +84,7 @@ def prepare_shards(
     names = check_sources(cfg.sources)
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=out, prefix=".prepare-") as directory:
-        staging = Path(directory)
+    with _staging(out) as staging:
         heldout_rows, heldout_tally, excluded = _read_heldout(RowEncoder(tokenizer, cfg), heldout, cfg)
         heldout_summary = write_token_shard(staging / HELDOUT_NAME, heldout_rows)
         tallies = [SourceTally() for _ in names]
@@ -99,8 +99,6 @@ def prepare_shards(
                 shards.end_file()
                 tool_tasks.end_file()
         _check_training(cfg, tallies, len(shards.files) + len(tool_tasks.files))
-        for file in staging.iterdir():
-            file.replace(out / file.name)
     report = _report(names, tallies, heldout_tally, samples)
     heldout_file = PreparedFile(out / HELDOUT_NAME, heldout_summary)
     return PreparedFiles(shards.files, tool_tasks.files, heldout_file, report)
@@ -114,6 +112,15 @@ def prepare_heldout(
     rows, _, _ = _read_heldout(RowEncoder(load_chat_tokenizer(tokenizer_dir), alone), heldout, alone)
     path = Path(out_dir) / HELDOUT_NAME
     return PreparedFile(path, write_token_shard(path, rows))
+
+
+@contextmanager
+def _staging(out_dir: Path) -> Iterator[Path]:
+    """A directory whose files move to `out_dir` at the end; after an error they are removed."""
+    with TemporaryDirectory(dir=out_dir, prefix=".prepare-") as directory:
+        yield Path(directory)
+        for file in Path(directory).iterdir():
+            file.replace(out_dir / file.name)
 
 
 class _ShardFiles:

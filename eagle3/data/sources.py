@@ -102,7 +102,8 @@ def read_source(source: SourceConfig) -> Iterator[Record]:
     Raises:
         ValueError: if it cannot be read as a whole (eagle3/data/files.py); names file, row and remedy.
     """
-    path, name = source_path(source), source_name(source)
+    path = source_path(source)
+    name = source_name(source)
     with redact_secrets():
         if parts := hub_parts(path):
             yield from _read_hub(*parts, source.revision, name)

@@ -6,7 +6,8 @@ from typing import Any
 from eagle3.targets.properties import DTYPE_BYTES
 
 # Bytes a parameter where a checkpoint is quantised: mxfp4 has 4 bits and a scale byte for each 32 parameters.
-MXFP4_BYTES, FP8_BYTES = 4.25 / 8, 1.0
+MXFP4_BYTES = 4.25 / 8
+FP8_BYTES = 1.0
 OWN_KEYS = ("architectures", "_name_or_path", "auto_map", "quantization_config", "torch_dtype", "dtype")
 
 

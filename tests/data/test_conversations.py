@@ -14,10 +14,8 @@ from eagle3.data.conversations import (
     ROLE_OF,
     BadRow,
     Conversation,
-    Message,
     Pretokenized,
     drop_trailing_answer,
-    has_answer,
     to_conversation,
 )
 
@@ -175,16 +173,8 @@ def test_ids_names_thoughts_and_objects_of_tool_turns_are_kept() -> None:
             "has the unknown role ['user']; use one of",
         ),
         ({"messages": [SYSTEM, ASSISTANT]}, "no_user", "no user text; add a message with the role user"),
-        (
-            {"messages": [USER, {"role": "assistant", "content": ""}]},
-            "empty_text",
-            "turn 2 of messages is empty; fill it",
-        ),
-        (
-            {"messages": [USER, {"role": "assistant", "content": None}]},
-            "empty_text",
-            "turn 2 of messages is empty; fill it",
-        ),
+        ({"messages": [USER, {**ASSISTANT, "content": ""}]}, "empty_text", "turn 2 of messages is empty"),
+        ({"messages": [USER, {**ASSISTANT, "content": None}]}, "empty_text", "turn 2 of messages is empty"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "not_text",
@@ -304,10 +294,3 @@ def test_only_a_trailing_answer_is_dropped() -> None:
     turns = read({"messages": [SYSTEM, USER, ASSISTANT, USER, ASSISTANT]}).messages
     assert drop_trailing_answer(turns) == turns[:4]
     assert drop_trailing_answer(turns[:4]) == turns[:4]
-
-
-def test_a_greeting_is_no_answer() -> None:
-    user, greeting = Message(role="user", content="a"), Message(role="assistant", content="b")
-    assert has_answer([user, greeting])
-    assert not has_answer([greeting, user])
-    assert not has_answer([])
