@@ -221,7 +221,8 @@ class TrainingRun:
         if shape != wanted or largest >= num_tokens:
             raise ValueError(
                 f"states of {shape} (aux layers, hidden size) and token ids up to {largest} do not fit a "
-                f"draft of {wanted} and {num_tokens} tokens; rows {batch.sample_ids[0]} … are another target's"
+                f"draft of {wanted} and {num_tokens} tokens; "
+                f"rows {batch.sample_ids[0]} … are another target's"
             )
 
     def validate(self) -> dict[str, Any]:

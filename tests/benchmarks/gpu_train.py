@@ -1,7 +1,7 @@
-"""The trainer on one H200: tokens/s, share of peak, peak memory, and the forms of attention side by side. A few minutes.
+"""The trainer on one H200: tokens/s, share of peak, peak memory, and the forms of attention compared.
 
-    python -m tests.benchmarks.gpu_train                        Qwen3-8B's shapes, K 32,000, packs of 8,192, bfloat16
-    python -m tests.benchmarks.gpu_train --device cpu --small   the script's own check: tiny shapes, no goals
+    python -m tests.benchmarks.gpu_train                       Qwen3-8B's shapes, bfloat16; a few minutes
+    python -m tests.benchmarks.gpu_train --device cpu --small  self-check: tiny shapes, no goals
 
 States and weights are random, written to --out once; training is the real entry, data path included.
 """
@@ -35,11 +35,13 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def row_flops(loss_mask: Tensor, sizes: Sizes) -> float:
-    """FLOPs that one row's part of a step needs, forward and backward; 2 for each multiply-add of a matrix product.
+    """FLOPs that one row's part of a step needs, forward and backward; 2 for each multiply-add of a matrix
+    product.
 
-    A trained product costs its forward three times (values, gradient of the input, gradient of the weight); fc twice, since
-    states get no gradient; the target's head once. Attention's backward counts as twice its forward: what is made again there
-    is work, but not needed work. Norms, RoPE, softmax and optimizer are left out.
+    A trained product costs its forward three times (values, gradient of the input, gradient of the weight);
+    fc twice, since states get no gradient; the target's head once. Attention's backward counts as twice its
+    forward: recomputation does not count. Norms, RoPE, softmax and optimizer are
+    left out.
 
     Args:
         loss_mask: [T] bool of one row.
@@ -60,7 +62,9 @@ def row_flops(loss_mask: Tensor, sizes: Sizes) -> float:
 def measure_training(
     root: Path, supervised: float, sizes: Sizes, pack_tokens: int, device: str, steps: int
 ) -> dict[str, Any]:
-    """Train a few steps: tokens_per_s, step_ms, share_of_peak, peak_bytes (device memory; of the process on a CPU)."""
+    """Train a few steps: tokens_per_s, step_ms, share_of_peak, peak_bytes (device memory; of the process on a
+    CPU).
+    """
     rows = make_rows(4 * pack_tokens // ROW_TOKENS, supervised, sizes.vocab)
     write_ours(root, rows, sizes, device)
     warmup = max(1, steps // 3)  # compilation falls into the first
@@ -69,29 +73,31 @@ def measure_training(
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory(dir=root) as out_dir:
-        figures = meter.figures(run_trainer(root, cfg, Path(out_dir), warmup + steps))
+        results = meter.results(run_trainer(root, cfg, Path(out_dir), warmup + steps))
     flops_per_token = sum(row_flops(torch.tensor(row.loss_mask), sizes) for row in rows) / (
         len(rows) * ROW_TOKENS
     )
     return {
         "supervised": supervised,
-        "tokens_per_s": figures["tokens_per_s"],
-        "step_ms": 1e3 * pack_tokens / figures["tokens_per_s"],
+        "tokens_per_s": results["tokens_per_s"],
+        "step_ms": 1e3 * pack_tokens / results["tokens_per_s"],
         "gflop_per_token": flops_per_token / 1e9,
-        "share_of_peak": flops_per_token * figures["tokens_per_s"] / PEAK_FLOPS,
+        "share_of_peak": flops_per_token * results["tokens_per_s"] / PEAK_FLOPS,
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else meter.peak_rss,
     }
 
 
 def attention_forms(slots: Tensor, row_starts: Tensor, device: str) -> dict[str, Attention]:
-    """The reference and the device's own form of the unroll's attention, for one pack (slots and row starts on the CPU)."""
+    """The reference and the device's own form of the unroll's attention, for one pack (slots and row starts
+    on the CPU).
+    """
     keys = VisibleKeys.from_slots(slots, row_starts, torch.device(device))
     own = "flex" if device == "cuda" else "blockwise"
     return {"dense": partial(dense_attention, keys=keys), own: partial(unroll_attention, keys=keys)}
 
 
 def attention_inputs(slots: Tensor, num_tokens: int, sizes: Sizes, dtype: torch.dtype) -> list[Tensor]:
-    """q, k0, v0, own_k, own_v of the last TTT step, which has the most own keys; leaves that want gradients."""
+    """q, k0, v0, own_k, own_v of the last TTT step, which has the most own keys; leaves with gradients."""
     generator = torch.Generator(slots.device).manual_seed(0)
     groups, own = (sizes.groups, sizes.head_dim), (TTT_STEPS - 1, len(slots))
     shapes = [(len(slots), sizes.heads, sizes.head_dim), *2 * [(num_tokens, *groups)], *2 * [(*own, *groups)]]
@@ -111,7 +117,9 @@ def run_attention(form: Attention, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def measure_attention(sizes: Sizes, pack_tokens: int, device: str, repeats: int) -> list[dict[str, Any]]:
-    """Each form on one pack, half supervised: ms of forward and backward, relative L2 distance from the reference in float32."""
+    """Each form on one pack, half supervised: ms of forward and backward, relative L2 distance from the
+    reference in float32.
+    """
     row = valid_steps(torch.arange(ROW_TOKENS) >= ROW_TOKENS // 2, TTT_STEPS)[0]
     slots = torch.nonzero(row.repeat(pack_tokens // ROW_TOKENS)).flatten()
     forms = attention_forms(slots, torch.arange(0, pack_tokens + 1, ROW_TOKENS), device)
@@ -148,7 +156,8 @@ def missed_goals(training: list[dict[str, Any]], attention: list[dict[str, Any]]
     for line in attention:
         if (far := max(line["distance"], line["gradient_distance"])) > ATTENTION_TOLERANCE:
             missed.append(
-                f"{line['form']} attention is {far:.3f} from float32, at most {ATTENTION_TOLERANCE} is rounding"
+                f"{line['form']} attention is {far:.3f} from float32; "
+                f"at most {ATTENTION_TOLERANCE} is rounding"
             )
     return missed
 
@@ -174,7 +183,8 @@ def main() -> int:
         )
         line = training[-1]
         print(
-            f"{supervised:.0%} supervised: {line['tokens_per_s']:.0f} tokens/s, {line['step_ms']:.1f} ms a step, "
+            f"{supervised:.0%} supervised: {line['tokens_per_s']:.0f} tokens/s, "
+            f"{line['step_ms']:.1f} ms a step, "
             f"{line['share_of_peak']:.1%} of peak, {line['peak_bytes'] / 1e9:.1f} GB",
             flush=True,
         )

@@ -1,8 +1,10 @@
-"""What both sides share: their arguments, and the instrument that measures CPU seconds, wall seconds and peak memory of steps.
+"""What both sides share: their arguments, and the instrument that measures CPU seconds, wall seconds and peak
+memory of steps.
 
-The instrument hangs on torch's own hook for finished optimizer steps, so it is the same for any trainer, and what comes before
-and after the timed steps (imports, start, checkpoint, export) is left out. A step reaches from one end of the optimizer's work to
-the next: data, forward, backward, clipping, update, log. For runs with one optimizer.
+The instrument hangs on torch's own hook for finished optimizer steps, so it is the same for any trainer, and
+what comes before and after the timed steps (imports, start, checkpoint, export) is left out. A step reaches
+from one end of the optimizer's work to the next: data, forward, backward, clipping, update, log. For runs
+with one optimizer.
 """
 
 import argparse
@@ -17,10 +19,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 
 def read_arguments(description: str) -> argparse.Namespace:
-    """Arguments of a side: states, figures, pack_tokens, warmup, steps."""
+    """Arguments of a side: states, results, pack_tokens, warmup, steps."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--states", type=Path, required=True, help="directory that states.py wrote")
-    parser.add_argument("--figures", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--results", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--pack-tokens", type=int, default=2048)
     parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
@@ -28,13 +30,17 @@ def read_arguments(description: str) -> argparse.Namespace:
 
 
 def peak_rss_bytes() -> int:
-    """Peak resident memory of this process so far (VmHWM; ru_maxrss would count the parent's from before exec)."""
+    """Peak resident memory of this process so far (VmHWM; ru_maxrss would count the parent's from before
+    exec).
+    """
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) << 10
 
 
 def tree_cpu_s(pid: int) -> float:
-    """User and system seconds so far of a process, its threads, its living descendants and its children that have ended."""
+    """User and system seconds so far of a process, its threads, its living descendants and its children that
+    have ended.
+    """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     children = [
@@ -44,9 +50,11 @@ def tree_cpu_s(pid: int) -> float:
 
 
 class StepMeter:
-    """Marks the ends of optimizer steps from its making on; on a GPU it waits for the device where the timed steps begin and end.
+    """Marks the ends of optimizer steps from its making on; on a GPU it waits for the device where the timed
+    steps begin and end.
 
-    warmup: steps before the timed ones, at least 1 (the first one's beginning is not seen). steps: timed steps.
+    warmup: steps before the timed ones, at least 1 (the first one's beginning is not seen). steps: timed
+    steps.
     """
 
     def __init__(self, warmup: int, steps: int) -> None:
@@ -67,8 +75,9 @@ class StepMeter:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.trained = sum(p.numel() for p in parameters if p.grad is not None)
 
-    def figures(self, tokens_per_step: int) -> dict[str, float]:
-        """tokens_per_cpu_s (user + system, all threads), tokens_per_s, peak_rss bytes, trained parameters, threads.
+    def results(self, tokens_per_step: int) -> dict[str, float]:
+        """tokens_per_cpu_s (user + system, all threads), tokens_per_s, peak_rss bytes, trained parameters,
+        threads.
 
         Args:
             tokens_per_step: data tokens, supervised or not.
@@ -91,5 +100,5 @@ class StepMeter:
         }
 
     def write(self, path: Path, tokens_per_step: int) -> None:
-        """Write the figures as JSON."""
-        path.write_text(json.dumps(self.figures(tokens_per_step)))
+        """Write the results as JSON."""
+        path.write_text(json.dumps(self.results(tokens_per_step)))

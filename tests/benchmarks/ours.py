@@ -15,7 +15,8 @@ from eagle3.training.loop import METRICS, train
 from eagle3.training.metrics import read_metrics
 from tests.benchmarks.meter import StepMeter, read_arguments
 
-# The peer's defaults and its command line in peer.py, so that both sides do the same work on the same trained parameters.
+# The peer's defaults and its command line in peer.py, so that both sides do the same work on the same trained
+# parameters.
 SETTINGS: dict[str, Any] = {
     "ttt_steps": 3,
     "step_decay": 1.0,
@@ -32,7 +33,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def run_trainer(states_dir: Path, cfg: TrainConfig, out_dir: Path, stop_after: int) -> int:
-    """Train `stop_after` steps on states that states.py wrote; the one place that knows our trainer's entry.
+    """Train `stop_after` steps on states that states.py wrote; only this function knows our trainer's entry.
 
     Returns:
         Data tokens per step.
@@ -54,7 +55,8 @@ def run_trainer(states_dir: Path, cfg: TrainConfig, out_dir: Path, stop_after: i
     tokens = {line["tokens"] for line in read_metrics(out_dir / METRICS)}
     if tokens != {cfg.pack_tokens}:
         raise ValueError(
-            f"every pack must hold {cfg.pack_tokens} tokens, got packs of {sorted(tokens)}; check the rows' length"
+            f"every pack must hold {cfg.pack_tokens} tokens, got packs of {sorted(tokens)}; "
+            "check the rows' length"
         )
     return cfg.pack_tokens
 
@@ -65,7 +67,7 @@ def main() -> None:
     meter = StepMeter(arguments.warmup, arguments.steps)
     with tempfile.TemporaryDirectory() as out_dir:
         tokens = run_trainer(arguments.states, cfg, Path(out_dir), arguments.warmup + arguments.steps)
-    meter.write(arguments.figures, tokens)
+    meter.write(arguments.results, tokens)
 
 
 if __name__ == "__main__":

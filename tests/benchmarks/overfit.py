@@ -1,8 +1,10 @@
-"""The overfit check: a draft learns 20 of the target's own greedy answers by heart and is served by vLLM on the same prompts.
+"""The overfit check: a draft learns 20 of the target's own greedy answers by heart and is served by vLLM on
+the same prompts.
 
-A sound chain reaches an acceptance length near k + 1; one whose mask, shift or norm is off by a little does not.
+A sound chain reaches an acceptance length near k + 1; one whose mask, shift or norm is off by a little does
+not.
 
-    .venv/bin/python -m tests.benchmarks.overfit --target <target directory>     (after make smoke: target_dir of summary.json)
+    .venv/bin/python -m tests.benchmarks.overfit --target <target_dir of summary.json, after make smoke>
 """
 
 import argparse
@@ -41,7 +43,7 @@ def overfit(
         work: an empty directory.
 
     Returns:
-        evaluate's figures.
+        evaluate's results.
     """
     config = json.loads((target_dir / "config.json").read_text())
     layer_ids = aux_layer_ids([], config["num_hidden_layers"])
@@ -112,7 +114,7 @@ def main() -> None:
         checkpoint_every=100_000,
     )
     with tempfile.TemporaryDirectory() as work:
-        figures = overfit(args.target, prompts, engine, cfg, Path(work))
+        results = overfit(args.target, prompts, engine, cfg, Path(work))
     shown = (
         "acceptance_length",
         "acceptance_by_position",
@@ -120,7 +122,7 @@ def main() -> None:
         "trainer_rounds",
         "trainer_acceptance_length",
     )
-    print(json.dumps({key: figures[key] for key in shown}, indent=1))
+    print(json.dumps({key: results[key] for key in shown}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Cost per token and peak memory of our trainer from small packs to large ones; rows of 1,024 tokens, half of them supervised.
+"""Cost per token and peak memory of our trainer from small packs to large ones; rows of 1,024 tokens, half of
+them supervised.
 
-Cost: CPU-seconds per data token of any size at most COST_SPREAD times those of the cheapest. Memory: a straight line through the
-smaller sizes must foretell the largest one's peak; MEMORY_SLACK more than that means that memory grows faster than the pack.
+Cost: CPU-seconds per data token of any size at most COST_SPREAD times those of the cheapest. Memory: a
+straight line through the smaller sizes must foretell the largest one's peak; MEMORY_SLACK more than that
+means that memory grows faster than the pack.
 """
 
 import argparse
@@ -29,8 +31,10 @@ def judge(lines: list[dict[str, float]]) -> dict[str, Any]:
         lines: one a size, ascending: pack_tokens, tokens_per_cpu_s, peak_rss bytes.
 
     Returns:
-        cost_spread: dearest over cheapest. bytes_per_token, base_bytes: the line through all sizes but the last.
-        memory_over_line: the last size's peak over what that line says. missed: a sentence for each missed goal.
+        cost_spread: dearest over cheapest. bytes_per_token, base_bytes: the line through all sizes but the
+            last.
+        memory_over_line: the last size's peak over what that line says. missed: a sentence for each missed
+            goal.
     """
     speeds = [line["tokens_per_cpu_s"] for line in lines]
     spread = max(speeds) / min(speeds)
@@ -75,7 +79,8 @@ def main() -> int:
     print(table(["pack tokens", "tokens/CPU-s", "peak GB"], cells))
     print(
         f"cost within {verdict['cost_spread']:.2f}x; memory {verdict['base_bytes'] / 1e9:.2f} GB + "
-        f"{verdict['bytes_per_token'] / 1e3:.0f} kB a token, the largest at {verdict['memory_over_line']:.2f}x of that line"
+        f"{verdict['bytes_per_token'] / 1e3:.0f} kB a token, "
+        f"the largest at {verdict['memory_over_line']:.2f}x of that line"
     )
     print("\n".join(f"MISSED: {sentence}" for sentence in verdict["missed"]) or "all goals met")
     return 1 if verdict["missed"] else 0

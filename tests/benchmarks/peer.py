@@ -1,7 +1,9 @@
-"""The peer's side: speculators' own training command on synthetic states, in a process of its own, under its own interpreter.
+"""The peer's side: speculators' own training command on synthetic states, in a process of its own, under its
+own interpreter.
 
-Its config, model, dataset, packing, optimizer and Trainer run as they are. Two calls that need an accelerator are redirected to
-the CPU; attention and loss take the forms that it has for a CPU (its defaults are FlexAttention and Triton).
+Its config, model, dataset, packing, optimizer and Trainer run as they are. Two calls that need an accelerator
+are redirected to the CPU; attention and loss take the forms that it has for a CPU (its defaults are
+FlexAttention and Triton).
 """
 
 import tempfile
@@ -18,7 +20,9 @@ from tests.benchmarks.states import SMOLLM2
 
 
 def command_line(arguments: Namespace, save_path: str) -> list[str]:
-    """What differs from the peer's defaults: paths, sizes, AdamW as in ours.py, float32, full attention, no log, no worker."""
+    """What differs from the peer's defaults: paths, sizes, AdamW as in ours.py, float32, full attention, no
+    log, no worker.
+    """
     settings = {
         "verifier-name-or-path": arguments.states / "target",
         "data-path": arguments.states / "peer",
@@ -46,7 +50,9 @@ def command_line(arguments: Namespace, save_path: str) -> list[str]:
 
 
 def redirect_to_cpu() -> None:
-    """0.9.0 starts on accelerators only: it moves the model to device 0 and waits for the accelerator where it logs."""
+    """0.9.0 starts on accelerators only: it moves the model to device 0 and waits for the accelerator where
+    it logs.
+    """
     trainer.get_local_rank = lambda: "cpu"
     torch.accelerator.synchronize = lambda *_: None
 
@@ -74,9 +80,10 @@ def main() -> None:
     tokens = {sum(lengths[row] for row in pack) for pack in loaders[0].batch_sampler}
     if tokens != {arguments.pack_tokens}:
         raise ValueError(
-            f"every pack must hold {arguments.pack_tokens} tokens, got packs of {sorted(tokens)}; change the rows"
+            f"every pack must hold {arguments.pack_tokens} tokens, got packs of {sorted(tokens)}; "
+            "change the rows"
         )
-    meter.write(arguments.figures, arguments.pack_tokens)
+    meter.write(arguments.results, arguments.pack_tokens)
 
 
 if __name__ == "__main__":

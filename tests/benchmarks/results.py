@@ -5,7 +5,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-# supervised share: ours over the peer's in data tokens per CPU-second, at least, and in peak resident memory, at most
+# supervised share: ours over the peer's in data tokens per CPU-second, at least, and in peak resident memory,
+# at most
 GOALS = {1.0: (1.4, 0.9), 0.5: (3.0, 0.7), 0.2: (6.0, 0.7)}
 
 
@@ -16,7 +17,7 @@ def summarise(
 
     Args:
         supervised: share of supervised tokens.
-        ours: figures of each round (meter.StepMeter.figures).
+        ours: results of each round (meter.StepMeter.results).
         peer: the same of the peer.
 
     Raises:
@@ -24,17 +25,18 @@ def summarise(
     """
     for key in ("trained", "threads"):
         found = {
-            side: sorted({figures[key] for figures in rounds})
+            side: sorted({results[key] for results in rounds})
             for side, rounds in (("ours", ours), ("peer", peer))
         }
         if found["ours"] != found["peer"] or len(found["ours"]) != 1:
             raise ValueError(
-                f"both sides must have the same {key}, got {found}; align ours.SETTINGS with the peer's defaults"
+                f"both sides must have the same {key}, got {found}; "
+                "align ours.SETTINGS with the peer's defaults"
             )
     line: dict[str, Any] = {"supervised": supervised}
-    for key, figure in (("tokens_per_cpu_s", "tokens_per_cpu_s"), ("rss", "peak_rss")):
+    for key, name in (("tokens_per_cpu_s", "tokens_per_cpu_s"), ("rss", "peak_rss")):
         line[f"{key}_ours"], line[f"{key}_peer"] = (
-            statistics.median(r[figure] for r in side) for side in (ours, peer)
+            statistics.median(r[name] for r in side) for side in (ours, peer)
         )
     return line | {
         "ratio": line["tokens_per_cpu_s_ours"] / line["tokens_per_cpu_s_peer"],
@@ -50,11 +52,13 @@ def missed_goals(lines: list[dict[str, Any]]) -> list[str]:
         share, (speed, memory) = line["supervised"], GOALS[line["supervised"]]
         if line["ratio"] < speed:
             missed.append(
-                f"{share:.0%} supervised: {line['ratio']:.2f}x the peer's tokens per CPU-second, the goal is {speed}x"
+                f"{share:.0%} supervised: {line['ratio']:.2f}x the peer's tokens per CPU-second, "
+                f"the goal is {speed}x"
             )
         if line["rss_ratio"] > memory:
             missed.append(
-                f"{share:.0%} supervised: {line['rss_ratio']:.2f}x the peer's peak memory, the goal is {memory}x"
+                f"{share:.0%} supervised: {line['rss_ratio']:.2f}x the peer's peak memory, "
+                f"the goal is {memory}x"
             )
     return missed
 
@@ -85,7 +89,7 @@ def training_table(lines: list[dict[str, Any]]) -> str:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` whole or not at all."""
+    """Write `content` as JSON, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=1))

@@ -1,12 +1,14 @@
-"""Synthetic states, written for both trainers: the same tokens, loss masks, states, draft vocabulary and target.
+"""Synthetic states, written for both trainers: the same tokens, loss masks, states, draft vocabulary and
+target.
 
     target/           config.json; model.safetensors with embedding, final norm and head: read by both
     ours/             shard/ (eagle3/shards/tokens.py) and vocab.safetensors
     peer/             Arrow table: input_ids, loss_mask (0 or 1), seq_len; d2t-{K}.npy, t2d-{K}.npy
-    peer/hidden_states/hs_{row}.safetensors   hidden_states [T, A + 1, H], the last one before the final norm; token_ids [T]
+    peer/hidden_states/hs_{row}.safetensors   hidden_states [T, A + 1, H] (last: before the final norm);
+                                              token_ids [T]
 
-Every row has ROW_TOKENS tokens, so packs of a multiple of that are filled to the last token by any packer in any order. A row is
-one prompt and one answer, as in a chat: supervised tokens stand in a run, not strewn about.
+Every row has ROW_TOKENS tokens, so packs of a multiple of that are filled to the last token by any packer in
+any order. A row is one prompt and one answer, as in a chat: the supervised tokens are one run.
 """
 
 import json
@@ -52,7 +54,9 @@ TINY = Sizes("qwen3", 64, 96, 4, 2, 16, 512, 128, 8)
 
 
 def make_rows(count: int, supervised: float, vocab: int) -> list[TokenRow]:
-    """Rows whose last `supervised` share of tokens is the answer; ids follow Zipf's law, the lower the more frequent."""
+    """Rows whose last `supervised` share of tokens is the answer; ids follow Zipf's law, the lower the more
+    frequent.
+    """
     generator = torch.Generator().manual_seed(0)
     shares = 1.0 / (torch.arange(vocab) + 10.0)
     answer = round(ROW_TOKENS * supervised)

@@ -1,8 +1,9 @@
-"""Our trainer against speculators' own on the same states: data tokens per CPU-second and peak memory, alternating.
+"""Our trainer against speculators' own on the same states: data tokens per CPU-second and peak memory,
+alternating.
 
-Three shares of supervised tokens, three rounds each, every run in a process of its own; the sides take turns, so that a slow
-minute of the machine meets both. Ends non-zero if a goal is missed. Keep the machine quiet: threads that wait for a core spin,
-and their CPU-seconds count.
+Three shares of supervised tokens, three rounds each, every run in a process of its own; the sides take turns,
+so that a slow minute of the machine meets both. Ends non-zero if a goal is missed. Keep the machine quiet:
+threads that wait for a core spin, and their CPU-seconds count.
 """
 
 import argparse
@@ -22,28 +23,28 @@ ROWS, PEER_PACKS = 20, 9  # the peer keeps a tenth of the rows for validation: 1
 
 
 def run_side(python: str, module: str, states: Path, *options: str) -> dict[str, float]:
-    """Run one side in its own process and return its figures.
+    """Run one side in its own process and return its results.
 
     Raises:
         RuntimeError: if it fails; with the end of its output.
     """
     states = states.resolve()
-    figures = states / f"{module}.json"
-    figures.unlink(missing_ok=True)
+    results = states / f"{module}.json"
+    results.unlink(missing_ok=True)
     command = [
         python,
         "-m",
         f"tests.benchmarks.{module}",
         "--states",
         str(states),
-        "--figures",
-        str(figures),
+        "--results",
+        str(results),
         *options,
     ]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode or not figures.exists():
+    if done.returncode or not results.exists():
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}")
-    found: dict[str, float] = json.loads(figures.read_text())
+    found: dict[str, float] = json.loads(results.read_text())
     return found
 
 

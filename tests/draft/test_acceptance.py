@@ -1,4 +1,4 @@
-"""The walk over a teacher-forced unroll gives speculative decoding's own rounds and accepted counts, exactly."""
+"""The walk over a teacher-forced unroll gives the rounds and accepted counts of speculative decoding."""
 
 from functools import cache
 
@@ -80,7 +80,9 @@ def target_with_texts(model_type: str) -> tuple[PreTrainedModel, list[tuple[list
 def forced_hits(
     target: PreTrainedModel, draft: ReferenceDraft, tokens: list[int], first: int, last: int, k: int
 ) -> Tensor:
-    """[k, last - 1] hits by the reference draft, fed the tokens that stand there; slots before the answer stay False."""
+    """[k, last - 1] hits by the reference draft, fed the text's own tokens; slots before the answer
+    stay False.
+    """
     with torch.no_grad():
         states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     aux = torch.stack([states[j][0] for j in draft.layer_ids], dim=1)

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def slow_attention(
     q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: VisibleKeys
 ) -> Tensor:
-    """One query and one head at a time: softmax over the row's keys up to the slot and the slot's own keys."""
+    """One query and head at a time: softmax over the row's keys up to the slot and the slot's own keys."""
     num_heads, size = q.shape[1:]
     out = []
     for s, slot in enumerate(keys.slots.tolist()):
@@ -38,8 +38,9 @@ def slow_attention(
 def dense_flex(
     q: Tensor, k: Tensor, v: Tensor, block_mask: Any, enable_gqa: bool, return_aux: AuxRequest
 ) -> tuple[Tensor, AuxOutput]:
-    """Stands in for FlexAttention, which has no backward on a CPU: same arguments and results, whole score matrices, autograd.
-    Tiles that the mask skips are hidden, so a wrong tile shows."""
+    """Stands in for FlexAttention, which has no backward on a CPU: same arguments and results, whole score
+    matrices, autograd. Tiles that the mask skips are hidden, so a wrong tile shows.
+    """
     assert return_aux.lse
     assert enable_gqa == (q.shape[1] != k.shape[1])
     count, length = q.shape[2], k.shape[2]

@@ -12,7 +12,7 @@ NUM_AUX, HIDDEN = 3, 4
 
 
 def make_row(sample_id: str, mask: list[bool], base: int) -> HiddenStateRow:
-    """Token p is base + p; its aux states are filled with that number, its last hidden state with minus that."""
+    """Token p is base + p; its aux states hold that number, its last hidden state minus that."""
     length = len(mask)
     ids = base + torch.arange(length)
     loss_mask = torch.tensor(mask, dtype=torch.bool)

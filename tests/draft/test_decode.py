@@ -1,4 +1,6 @@
-"""The reference draft against transformers' own attention, and speculative decoding against plain greedy decoding."""
+"""The reference draft against transformers' own attention, and speculative decoding against plain greedy
+decoding.
+"""
 
 import itertools
 from types import SimpleNamespace
@@ -61,11 +63,11 @@ def slow_rollout(
         n = len(tokens)
         e = rms(embedding()[tokens], w["layers.0.input_layernorm.weight"])
         h = rms(hidden, w["layers.0.hidden_norm.weight"])
-        x, places = torch.cat([e, h], -1)[None], torch.arange(n)[None]
+        x, positions = torch.cat([e, h], -1)[None], torch.arange(n)[None]
         mask = torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)[None, None]
-        out = attention(x, position_embeddings=LlamaRotaryEmbedding(cfg)(x, places), attention_mask=mask)[0][
+        out = attention(x, position_embeddings=LlamaRotaryEmbedding(cfg)(x, positions), attention_mask=mask)[
             0
-        ]
+        ][0]
         r = (h if config["norm_before_residual"] else hidden) + out
         y = rms(r, w["layers.0.post_attention_layernorm.weight"])
         mlp = F.silu(y @ w["layers.0.mlp.gate_proj.weight"].T) * (y @ w["layers.0.mlp.up_proj.weight"].T)

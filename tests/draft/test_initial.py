@@ -63,8 +63,8 @@ def test_a_directory_a_url_and_a_run_are_known_by_their_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft = write_draft(tmp_path / "draft")
-    place, digest = resolve_initial(str(draft))
-    assert place == str(draft)
+    uri, digest = resolve_initial(str(draft))
+    assert uri == str(draft)
     memory = fsspec.filesystem("memory")
     memory.put(str(draft), "/bucket/draft", recursive=True)
     assert resolve_initial("memory://bucket/draft/") == ("memory://bucket/draft", digest)
@@ -72,7 +72,7 @@ def test_a_directory_a_url_and_a_run_are_known_by_their_content(
     (tmp_path / "runs/first/summary.json").write_text(json.dumps({"export_dir": str(draft)}))
     monkeypatch.chdir(tmp_path)
     assert resolve_initial("runs/first") == (str(draft), digest)
-    (draft / "README.md").write_text("read by nobody")
+    (draft / "README.md").write_text("not read")
     assert resolve_initial(str(draft))[1] == digest
     other = write_draft(tmp_path / "other", lambda c, t: t["norm.weight"].mul_(2))
     assert resolve_initial(str(other))[1] != digest
@@ -96,14 +96,13 @@ def test_a_hub_draft_is_fetched_at_its_commit_and_nothing_but_json_and_safetenso
         "eagle3.draft.initial.hub_commit", lambda what, name, revision: f"commit of {name}@{revision}"
     )
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    place, digest = resolve_initial("example-org/draft", "main")
-    assert (place, digest) == ("example-org/draft", "commit of example-org/draft@main")
-    fetch_initial(place, digest, TARGET, tmp_path / "out")
-    assert asked == {"name": place, "revision": digest, "patterns": ["config.json", "model.safetensors"]}
+    uri, digest = resolve_initial("example-org/draft", "main")
+    assert (uri, digest) == ("example-org/draft", "commit of example-org/draft@main")
+    fetch_initial(uri, digest, TARGET, tmp_path / "out")
+    assert asked == {"name": uri, "revision": digest, "patterns": ["config.json", "model.safetensors"]}
     check_initial(tmp_path / "out", TARGET, [1, 2, 3])
     assert (
-        json.dumps(read_settings(place, digest, TARGET), indent=2)
-        == (tmp_path / "out/config.json").read_text()
+        json.dumps(read_settings(uri, digest, TARGET), indent=2) == (tmp_path / "out/config.json").read_text()
     )
     assert asked["patterns"] == ["config.json"]
 

@@ -15,7 +15,7 @@ from tests.helpers.factories import draft_mapping, draft_tensors
 
 
 def write_draft(root: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Lay `draft` and `vocab.safetensors` under `root`; returns the draft's tensors."""
+    """Write `draft` and `vocab.safetensors` under `root`; returns the draft's tensors."""
     tensors = {name: t.to(dtype) for name, t in draft_tensors(config).items()}
     (root / "draft").mkdir()
     (root / "draft" / "draft.json").write_text(json.dumps(config))
@@ -26,7 +26,7 @@ def write_draft(root: Path, config: dict[str, Any], dtype: torch.dtype = torch.f
 
 
 def write_exported(root: Path, config: dict[str, Any], k: int) -> Path:
-    """A draft for the target that lies in `target`, and its export in float32, whose directory is returned."""
+    """Write a draft for the target in `target`; returns the directory of its export in float32."""
     write_draft(root, config)
     cfg = ExportConfig(num_speculative_tokens=k, dtype="float32")
     write_export(

@@ -18,7 +18,9 @@ LLAMA3_ROPE = {
 
 
 def layer_config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
-    """`transformer_layer_config` of a draft: 4 query heads of 32 (wider than the model) on one key head unless changed."""
+    """`transformer_layer_config` of a draft: 4 query heads of 32 (wider than the model) on one key head
+    unless changed.
+    """
     config_class = {"llama": LlamaConfig, "qwen3": Qwen3Config}[model_type]
     sizes: dict[str, Any] = {
         "hidden_size": WIDTH,
@@ -105,7 +107,9 @@ def embedding(vocab_size: int = VOCAB, width: int = WIDTH, seed: int = 1) -> Ten
 def greedy_answer(
     model: PreTrainedModel, prompt: list[int], max_new_tokens: int, end: int
 ) -> tuple[list[int], str]:
-    """What plain greedy decoding writes after a prompt, end token included, and why it ends there, in the engines' words."""
+    """What plain greedy decoding writes after a prompt, end token included, and why it ends there, in the
+    engines' words.
+    """
     answer: list[int] = []
     while len(answer) < max_new_tokens and answer[-1:] != [end]:
         with torch.no_grad():

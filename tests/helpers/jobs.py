@@ -25,7 +25,9 @@ SETTINGS: dict[str, Any] = {
 
 
 def make_inputs(root: Path, model_type: str = "llama") -> dict[str, Any]:
-    """Two shards of random conversations whose last states all point at the next token, a vocabulary, and a target directory."""
+    """Two shards of random conversations whose last states all point at the next token, a vocabulary, and a
+    target directory.
+    """
     target = tiny_target(model_type, torch.float32)
     (root / "target").mkdir()
     (root / "target" / "config.json").write_text(json.dumps(target_config(model_type)))

@@ -86,7 +86,8 @@ def two_groups_bytes(rows: ShardRows, packs: list[Pack]) -> int:
 class Watch:
     """Counts fetches, and measures a directory at each and between them.
 
-    reads_maps: looks for deleted files that this process still maps, too; the system takes milliseconds to list them.
+    reads_maps: looks for deleted files that this process still maps, too; the system takes milliseconds to
+    list them.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cache_dir: Path, reads_maps: bool = False) -> None:

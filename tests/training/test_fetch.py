@@ -1,4 +1,6 @@
-"""Chunk files on their way to the packs: two groups within a budget, checked once, reused, deleted when no pack needs them."""
+"""Chunk files on their way to the packs: two groups within a budget, checked once, reused, deleted when no
+pack needs them.
+"""
 
 import time
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Whole training runs on a tiny target: resume bit for bit, the best is kept, bad states named, the draft learns."""
+"""Whole training runs on a tiny target: resume bit for bit, the best is kept, bad states named, the draft
+learns.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -203,7 +205,9 @@ def test_a_non_finite_loss_names_the_conversations_and_spares_the_checkpoint(
 
 
 def test_training_from_s3_within_a_disk_budget_equals_training_from_the_disk(tmp_path: Path, s3: Any) -> None:
-    """The budget holds less than half of the data; the rows and their order are the same, so the weights are, bit for bit."""
+    """The budget holds less than half of the data; the rows and their order are the same, so the weights are,
+    bit for bit.
+    """
     inputs = make_inputs(tmp_path)
     data_bytes = sum(f.stat().st_size for d in inputs["shard_dirs"] for f in Path(d).glob("chunk-*"))
     settings = {"shuffle_chunks": 2, "disk_budget_bytes": data_bytes // 2}

@@ -168,7 +168,7 @@ def train_as_two(job: TrainJob) -> None:
 
 @pytest.mark.parametrize("averaging", ["token", "conversation"])
 def test_two_processes_equal_one(inputs: dict[str, Any], tmp_path: Path, averaging: str) -> None:
-    """Three packs a step: two for one process, one for the other, and perhaps none in an epoch's last step."""
+    """Three packs a step: two for one process, one for the other, perhaps none in an epoch's last step."""
     settings = {"packs_per_step": 3, "epochs": 3, "averaging": averaging, "learning_rate": 1e-4}
     train(make_job(inputs, tmp_path / "1", **settings))
     train_as_two(make_job(inputs, tmp_path / "2", **settings))

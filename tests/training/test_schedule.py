@@ -1,4 +1,6 @@
-"""Packs: every row once, nearly full, a group of chunks at a time, the same for the same seed; a cut row trains what is left."""
+"""Packs: every row once, nearly full, a group of chunks at a time, the same for the same seed; a cut row
+trains what is left.
+"""
 
 import itertools
 
@@ -90,15 +92,16 @@ def test_packs_are_filled_to_95_percent(shuffle_chunks: int, rows_per_chunk: int
 def test_only_the_chunks_of_one_group_and_of_one_pack_are_in_use_at_a_time() -> None:
     sizes, chunk_of = lengths(3000), chunks(3000)
     packs = plan(sizes, shuffle_chunks=4)
-    places: dict[int, list[int]] = {}
-    for place, pack in enumerate(packs):
+    uses: dict[int, list[int]] = {}
+    for position, pack in enumerate(packs):
         for row in pack:
-            places.setdefault(chunk_of[row], []).append(place)
-    in_use = [sum(min(p) <= place <= max(p) for p in places.values()) for place in range(len(packs))]
+            uses.setdefault(chunk_of[row], []).append(position)
+    in_use = [sum(min(p) <= position <= max(p) for p in uses.values()) for position in range(len(packs))]
     assert max(in_use) <= 4 + max(map(len, packs))
     assert sum(n <= 4 for n in in_use) >= 0.9 * len(packs)
-    # No chunk comes back in a later group: 75 chunks, about a fourth of whose packs' worth passes between first and last use.
-    assert max(max(p) - min(p) for p in places.values()) <= 2 * len(packs) * 4 / 75
+    # No chunk comes back in a later group: 75 chunks, about a fourth of whose packs' worth passes between
+    # first and last use.
+    assert max(max(p) - min(p) for p in uses.values()) <= 2 * len(packs) * 4 / 75
 
 
 def test_rows_of_the_chunks_of_a_group_mix() -> None:
@@ -125,19 +128,21 @@ def test_pack_order_does_not_follow_row_length() -> None:
     mean = torch.tensor([sum(sizes[r] for r in pack) / len(pack) for pack in packs])
     # 1,500 packs: a correlation of nothing has a deviation of 0.026.
     assert abs(torch.corrcoef(torch.stack([torch.arange(len(packs)), mean]))[0, 1]) < 0.1
-    # Places within a group's worth of packs (8 chunks of 40 rows of 152 tokens); the pack that two groups share has shorter rows.
-    place = torch.arange(len(packs)) % (8 * 40 * 152 / 2048)
-    assert abs(torch.corrcoef(torch.stack([place, mean]))[0, 1]) < 0.15
+    # Places within a group's worth of packs (8 chunks of 40 rows of 152 tokens); the pack that two groups
+    # share has shorter rows.
+    position = torch.arange(len(packs)) % (8 * 40 * 152 / 2048)
+    assert abs(torch.corrcoef(torch.stack([position, mean]))[0, 1]) < 0.15
     assert abs(torch.corrcoef(torch.stack([mean[:-1], mean[1:]]))[0, 1]) < 0.1
 
 
 def test_no_row_waits_for_ever() -> None:
-    # Rows of 7 of 10 tokens fit with nothing but rows of 3, and there is always a longer row that fits better.
+    # Rows of 7 of 10 tokens fit with nothing but rows of 3, and there is always a longer row that fits
+    # better.
     sizes = [7, *[5] * 999]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eagle3.training.schedule._shuffled", lambda items, generator: list(items))
         packs = plan_packs(sizes, [0] * 1000, [*range(1, 11), 0, *range(11, 1000)], 10, 1, 0, 0)
-    at = next(place for place, pack in enumerate(packs) if 0 in pack.rows)
+    at = next(position for position, pack in enumerate(packs) if 0 in pack.rows)
     assert at <= 10
 
 

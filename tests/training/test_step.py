@@ -1,4 +1,4 @@
-"""A pack's loss and gradients do not depend on what is packed beside its rows."""
+"""A pack's loss and gradients do not depend on its neighbours."""
 
 import torch
 
