@@ -20,7 +20,7 @@ class StageConfig(BaseModel):
 
     @classmethod
     def model_validate_json(cls, *args: Any, **kwargs: Any) -> Self:
-        """As pydantic's, but errors name the recipe's keys: `pyflyte run` reads a recipe with this and prints the error.
+        """As pydantic's, but errors name the keys of the recipe; `pyflyte run` prints them.
 
         Raises:
             ValueError: each fault with its key, what must hold and what came.
@@ -32,7 +32,7 @@ class StageConfig(BaseModel):
 
 
 def _fault(model: str, error: Any) -> str:
-    """One error of pydantic in a line; messages of our own validators name what came, those of whole blocks the keys too."""
+    """One error of pydantic in a line; messages of our own validators already name keys and values."""
     block = [model.removesuffix("Config").lower()] if model.endswith("Config") else []
     path = [*block, *map(str, error["loc"])]
     key = ".".join(path) or "recipe"

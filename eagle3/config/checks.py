@@ -1,4 +1,4 @@
-"""Checks between the settings of several stages; eagle3/planning/preflight.py has those that need the target."""
+"""Checks between settings of several stages; eagle3/planning/preflight.py has those that need the target."""
 
 from eagle3.config.data import DataConfig
 from eagle3.config.engine import EngineConfig, EvaluateConfig, RegenerateConfig
@@ -10,8 +10,8 @@ def check_sampled_sources(regenerate: RegenerateConfig, names: list[str]) -> Non
     """Refuse sampling settings of a source that does not exist; `names` are those of the run."""
     if unknown := sorted(regenerate.sources.keys() - set(names)):
         raise ValueError(
-            f"regenerate.sources must name sources of this run ({', '.join(names)}), got {', '.join(unknown)}; "
-            "correct the names"
+            f"regenerate.sources must name sources of this run ({', '.join(names)}), got "
+            f"{', '.join(unknown)}; correct the names"
         )
 
 
@@ -20,8 +20,8 @@ def check_processes(train: TrainConfig, resources: ResourcesConfig) -> None:
     gpus = resources.trainer.gpus
     if train.packs_per_step % gpus:
         raise ValueError(
-            f"train.packs_per_step must be a multiple of resources.trainer.gpus {gpus}, got {train.packs_per_step}: "
-            "each GPU needs a pack in every step"
+            f"train.packs_per_step must be a multiple of resources.trainer.gpus {gpus}, got "
+            f"{train.packs_per_step}: each GPU needs a pack in every step"
         )
 
 
@@ -33,7 +33,8 @@ def check_lengths(
     Raises:
         ValueError: names the settings, their sum and the remedy.
     """
-    # Speculation reads up to 2k tokens past an answer's end; nearer to the limit its rounds get fewer guesses.
+    # Speculation reads up to 2k tokens past an answer's end; nearer to the limit its rounds get fewer
+    # guesses.
     overhang = 2 * evaluate.num_speculative_tokens
     prompt = data.max_prompt_tokens
     needed = {
@@ -46,6 +47,6 @@ def check_lengths(
     for names, tokens in needed.items():
         if tokens > engine.max_model_len:
             raise ValueError(
-                f"{names} must not exceed engine.max_model_len {engine.max_model_len}, got {tokens}; raise it or "
-                "lower the others"
+                f"{names} must not exceed engine.max_model_len {engine.max_model_len}, got {tokens}; raise "
+                "it or lower the others"
             )

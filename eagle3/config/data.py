@@ -37,12 +37,13 @@ class SourceConfig(StageConfig):
     def _check_path(self) -> "SourceConfig":
         if not (self.path or self.preset):
             raise ValueError(
-                "a source needs a path or a preset, got neither; name a file, a directory, a URL or a hub data set"
+                "a source needs a path or a preset, got neither; name a file, a directory, a URL or a hub "
+                "data set"
             )
         if not self.path and self.preset in PRESETS_WITHOUT_HUB:
             raise ValueError(
-                f"the preset {self.preset} is no data set that the hub loads; set path to a file or directory with its "
-                "JSONL files"
+                f"the preset {self.preset} is no data set that the hub loads; set path to a file or "
+                "directory with its JSONL files"
             )
         return self
 

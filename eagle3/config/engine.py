@@ -21,7 +21,8 @@ class TargetConfig(StageConfig):
     )
     chat_template: Uri = Field(
         default="",
-        description="path or URL of a Jinja file that replaces the target's chat template; empty: the target's own",
+        description="path or URL of a Jinja file that replaces the target's chat template; empty: the "
+        "target's own",
     )
 
 
@@ -87,8 +88,7 @@ class RegenerateConfig(StageConfig):
         )
 
     def for_sources(self, names: list[str]) -> "RegenerateConfig":
-        """The settings that decide the answers of a shard with these sources, for its cache key: no other source's
-        sampling, in the order of names."""
+        """The settings that decide the answers of a shard with these sources, for its cache key."""
         return self.model_copy(
             update={"sources": {name: own for name, own in sorted(self.sources.items()) if name in names}}
         )

@@ -25,7 +25,7 @@ Quantity = Annotated[str, BeforeValidator(_as_quantity), Field(pattern=r"^(\d+(\
 
 
 class PodResources(StageConfig):
-    """Quantities in Kubernetes' notation, for requests and limits; empty: those in workflows/flyte/pods.py."""
+    """Quantities as Kubernetes writes them, for requests and limits; empty: as in workflows/flyte/pods.py."""
 
     cpu: Quantity = Field(default="", description='cores, for example "8"')
     mem: Quantity = Field(default="", description='memory, for example "96Gi"')

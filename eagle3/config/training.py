@@ -58,8 +58,8 @@ class TrainConfig(StageConfig):
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradient clipping threshold, L2 norm")
     init_from: Uri = Field(
         default="",
-        description="draft to continue from (Speculators format): hub id, directory, URL or `runs/<run_name>`; its "
-        "vocabulary and norm flags replace the settings; empty: a new draft",
+        description="draft to continue from (Speculators format): hub id, directory, URL or "
+        "`runs/<run_name>`; its vocabulary and norm flags replace the settings; empty: a new draft",
     )
     init_revision: str = Field(default="", description="hub revision of init_from; empty: the default branch")
     head: Literal["target_trained", "target_frozen", "random"] = Field(
@@ -94,15 +94,16 @@ class TrainConfig(StageConfig):
     def _check_processes(self) -> "TrainConfig":
         if self.processes > self.packs_per_step:
             raise ValueError(
-                f"train.processes must not exceed train.packs_per_step {self.packs_per_step}, got {self.processes}: "
-                "each process needs a pack in every step; raise packs_per_step"
+                f"train.processes must not exceed train.packs_per_step {self.packs_per_step}, got "
+                f"{self.processes}: each process needs a pack in every step; raise packs_per_step"
             )
         return self
 
     def settings_of_result(self) -> "TrainConfig":
         """The settings that decide the draft, for its cache key; the others have their defaults.
 
-        The initial draft is in the key by its digest, and a device that decides the compute dtype by that dtype.
+        The initial draft is in the key by its digest, and a device that decides the compute dtype by that
+        dtype.
         """
         how = {name: type(self).model_fields[name].default for name in HOW_ONLY}
         dtype = DTYPE_ON.get(self.device, "auto") if self.dtype == "auto" else self.dtype

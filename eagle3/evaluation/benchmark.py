@@ -1,8 +1,9 @@
-"""Acceptance and speed of an exported draft on held-out prompts, measured by the engine and predicted by the trainer.
+"""Acceptance and speed of a draft on held-out prompts, measured by the engine and predicted by the trainer.
 
-The engine answers the prompts greedily without and with the draft. Without it, the engine generates past the ends of
-the answers, because the last round of speculation reads there. These texts are captured and unrolled as in training;
-a walk over the unroll must give the rounds and accepted counts of the engine, in float32 exactly.
+The engine answers the prompts greedily without and with the draft. Without it, the engine generates past the
+ends of the answers, because the last round of speculation reads there. These texts are captured and unrolled
+as in training; a walk over the unroll must give the rounds and accepted counts of the engine, in float32
+exactly.
 """
 
 import json
@@ -70,9 +71,9 @@ def evaluate(
         watch: makes the progress display of a pass from its label.
 
     Returns:
-        The content of evaluation.json: acceptance_length, acceptance_by_position, rounds, accepted and the same with
-        trainer_ before their names, outputs_identical, differing_prompts (sample ids), tokens_per_s {with_draft,
-        without_draft}, prompts, and the settings.
+        The content of evaluation.json: acceptance_length, acceptance_by_position, rounds, accepted and the
+        same with trainer_ before their names, outputs_identical, differing_prompts (sample ids), tokens_per_s
+        {with_draft, without_draft}, prompts, and the settings.
     """
     # check_lengths leaves room for a prompt of the longest length, its answer and 2k tokens.
     rows = read_token_shard(heldout_path)
@@ -149,11 +150,12 @@ def answer_length(token_ids: list[int], end_ids: list[int], max_new_tokens: int)
 def _predict_acceptance(
     job: Job, rows: list[TokenRow], texts: list[list[int]], lengths: list[int]
 ) -> AcceptanceCounts:
-    """Predict acceptance as the trainer does: capture the target's greedy answers, unroll the draft over them, walk.
+    """Predict acceptance as the trainer does: capture the target's greedy answers, unroll the draft, walk.
 
     Args:
         rows: the prompts.
-        texts: the target's greedy tokens after each, at least num_speculative_tokens - 1 past the answer's end.
+        texts: the target's greedy tokens after each, at least num_speculative_tokens - 1 past the answer's
+            end.
         lengths: tokens of each answer.
     """
     draft, target_ids = load_exported(job.export_dir, load_target_tensors(job.target_dir).embedding)

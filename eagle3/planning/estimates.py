@@ -1,10 +1,12 @@
 """What the stages of a run cost on GPUs, by formula. These are estimates: none of it has run on a GPU.
 
-reading tokens      FLOPs = 2 x active parameters x tokens + causal attention, at PREFILL_SHARE of the GPU's peak
-writing tokens      a step reads all weights and the key-values of every sequence, at DECODE_SHARE of the memory's
-                    bandwidth, and takes at least MIN_STEP_S
-packing states      zstd at ZSTD_BYTES_S on each of ENCODER_THREADS cores, during reading: the slower of both counts
-training            FLOPs = 6 x trained parameters x (token, step) pairs that use them, at TRAIN_SHARE of the peak
+reading tokens      FLOPs = 2 x active parameters x tokens + causal attention, at PREFILL_SHARE of the GPU's
+                    peak
+writing tokens      a step reads all weights and the key-values of every sequence, at DECODE_SHARE of the
+                    memory's bandwidth, and takes at least MIN_STEP_S
+packing states      zstd at ZSTD_BYTES_S on each of ENCODER_THREADS cores, during reading: the slower counts
+training            FLOPs = 6 x trained parameters x (token, step) pairs that use them, at TRAIN_SHARE of the
+                    peak
 starting an engine  ENGINE_START_S, once for each shard and stage
 """
 
@@ -29,16 +31,20 @@ ENGINE_START_S = 180.0
 MIN_STEP_S = 0.005
 ZSTD_BYTES_S = 0.15e9
 ENCODER_THREADS = 8
-# Measured on rows of some hundred tokens of one small target (docs/benchmarks.md); other encodings are not measured.
+# Measured on rows of some hundred tokens of one small target (docs/benchmarks.md); other encodings are not
+# measured.
 COMPRESSED_SHARE = {"bf16": 0.73, "fp8": 0.84}
 ASSUMPTIONS = (
-    f"tokens are read at {PREFILL_SHARE:.0%} of the GPU's peak: FLOPs = 2 x active parameters x tokens + attention",
-    f"tokens are written at {DECODE_SHARE:.0%} of its memory bandwidth: a step reads all weights and all key-values, and "
-    f"takes at least {MIN_STEP_S * 1000:.0f} ms",
-    f"the draft is trained at {TRAIN_SHARE:.0%} of the peak: FLOPs = 6 x trained parameters x (token, step) pairs",
-    f"an engine starts in {ENGINE_START_S:.0f} s, once for each shard and stage; zstd packs {ZSTD_BYTES_S / 1e9:.2f} GB/s "
-    f"on each of {ENCODER_THREADS} cores",
-    "bf16 states compress to 0.73, fp8 to 0.84, as measured on one small target; others are counted uncompressed",
+    f"tokens are read at {PREFILL_SHARE:.0%} of the GPU's peak: FLOPs = 2 x active parameters x tokens "
+    "+ attention",
+    f"tokens are written at {DECODE_SHARE:.0%} of its memory bandwidth: a step reads all weights and all "
+    f"key-values, and takes at least {MIN_STEP_S * 1000:.0f} ms",
+    f"the draft is trained at {TRAIN_SHARE:.0%} of the peak: FLOPs = 6 x trained parameters x (token, step) "
+    "pairs",
+    f"an engine starts in {ENGINE_START_S:.0f} s, once for each shard and stage; zstd packs "
+    f"{ZSTD_BYTES_S / 1e9:.2f} GB/s on each of {ENCODER_THREADS} cores",
+    "bf16 states compress to 0.73, fp8 to 0.84, as measured on one small target; others are counted "
+    "uncompressed",
 )
 
 
@@ -56,8 +62,8 @@ class StageCost:
 class DraftSize:
     """Parameters of a draft.
 
-    per_token: used by every token: fc, keys and values of the first step. per_pair: used by every supervised (token,
-    step) pair: layer and head. head: of the head alone. params: all.
+    per_token: used by every token: fc, keys and values of the first step. per_pair: used by every supervised
+    (token, step) pair: layer and head. head: of the head alone. params: all.
     """
 
     per_token: int

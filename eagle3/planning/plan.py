@@ -32,8 +32,8 @@ MAX_START_SHARE = 0.1
 class RunPlan:
     """Size and cost of a run.
 
-    max_state_bytes: of the hidden states before compression, every answer at its longest; state_bytes: expected, after
-    compression.
+    max_state_bytes: of the hidden states before compression, every answer at its longest; state_bytes:
+    expected, after compression.
     """
 
     target: str
@@ -114,13 +114,14 @@ def _notes(cfg: RunSettings, sources: Sequence[SourceSurvey]) -> list[str]:
     notes = []
     if unknown := [s.name for s in sources if s.basis == "at_least"]:
         notes.append(
-            f"the number of rows of {', '.join(unknown)} is unknown: rows, bytes and hours are the least there can be"
+            f"the number of rows of {', '.join(unknown)} is unknown: rows, bytes and hours are the least "
+            "there can be"
         )
     for s in sources:
         if s.dropped_share > cfg.data.max_dropped_share:
             notes.append(
-                f"{s.name}: {s.dropped_share:.0%} of the first rows cannot be used; prepare fails if it is more than "
-                f"data.max_dropped_share = {cfg.data.max_dropped_share} of all"
+                f"{s.name}: {s.dropped_share:.0%} of the first rows cannot be used; prepare fails if it is "
+                f"more than data.max_dropped_share = {cfg.data.max_dropped_share} of all"
             )
     if cfg.data.excluded:
         notes.append("rows that data.excluded drops are counted in")
@@ -134,7 +135,7 @@ def _notes(cfg: RunSettings, sources: Sequence[SourceSurvey]) -> list[str]:
 
 
 def _start_notes(cfg: RunSettings, work: Workload, stages: Sequence[StageCost]) -> list[str]:
-    """Name stages where starting the engine, once a shard, takes more than MAX_START_SHARE of the shard's time."""
+    """Name stages in which the start of the engine takes more than MAX_START_SHARE of a shard's time."""
     notes = []
     for stage in stages:
         is_answered_here = stage.stage == "regenerate" and not cfg.fanout.server_urls
@@ -146,8 +147,8 @@ def _start_notes(cfg: RunSettings, work: Workload, stages: Sequence[StageCost]) 
             seconds_a_row = (seconds - ENGINE_START_S) / cfg.data.rows_per_shard
             enough = ceil(ENGINE_START_S * (1 / MAX_START_SHARE - 1) / seconds_a_row)
             notes.append(
-                f"{stage.stage}: starting the engine takes {share:.0%} of a shard's time; with data.rows_per_shard of "
-                f"{enough:,} it would be {MAX_START_SHARE:.0%}"
+                f"{stage.stage}: starting the engine takes {share:.0%} of a shard's time; with "
+                f"data.rows_per_shard of {enough:,} it would be {MAX_START_SHARE:.0%}"
             )
     return notes
 
@@ -164,16 +165,19 @@ def render_text(plan: RunPlan) -> str:
     hours = sum(s.hours for s in plan.stages)
     lines = [
         "",
-        f"target    {plan.target}: {plan.params / 1e9:.2f} B parameters, {plan.active_params / 1e9:.2f} B active",
-        f"draft     {plan.draft_params / 1e6:,.0f} M parameters, aux layers {', '.join(map(str, plan.layer_ids))}",
+        f"target    {plan.target}: {plan.params / 1e9:.2f} B parameters, {plan.active_params / 1e9:.2f} B "
+        "active",
+        f"draft     {plan.draft_params / 1e6:,.0f} M parameters, aux layers "
+        f"{', '.join(map(str, plan.layer_ids))}",
         "",
         f"{'source':<32} {'rows':>11} {'tokens':>15} {'dropped':>8}  how known",
         *sources,
         "",
         f"rows      {work.rows:,} in {work.shards} shards, {plan.heldout:,} held out",
-        f"tokens    {work.tokens:,} expected, at most {work.max_tokens:,}; the target writes {work.new_tokens:,} of them",
-        f"states    {plan.state_bytes / 1e9:,.3f} GB expected, at most {plan.max_state_bytes / 1e9:,.3f} GB before "
-        "compression",
+        f"tokens    {work.tokens:,} expected, at most {work.max_tokens:,}; the target writes "
+        f"{work.new_tokens:,} of them",
+        f"states    {plan.state_bytes / 1e9:,.3f} GB expected, at most {plan.max_state_bytes / 1e9:,.3f} GB "
+        "before compression",
         "",
         f"{'stage':<14}{'GPU-hours':>10}{'hours':>9}   estimates, not measurements",
         *stages,

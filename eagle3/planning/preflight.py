@@ -1,8 +1,8 @@
 """Refuse a run that a later stage would refuse: the first node of `plan` and of every run.
 
-It reads the settings, the target's files without its weights, the initial draft's config.json and the first rows of
-the sources: seconds, no weights and no GPU. What only a later stage can see is refused there: rows after those
-(prepare), tensors of the target (fetch_target) and of the initial draft (build_vocab).
+It reads the settings, the target's files without its weights, the initial draft's config.json and the first
+rows of the sources: seconds, no weights and no GPU. What only a later stage can see is refused there: rows
+after those (prepare), tensors of the target (fetch_target) and of the initial draft (build_vocab).
 """
 
 from collections.abc import Sequence
@@ -133,8 +133,8 @@ def check_target(
     aux_layer_ids(cfg.extract.layer_ids, config["num_hidden_layers"])
     if not is_vocab_given and cfg.vocab.size > config["vocab_size"]:
         raise ValueError(
-            f"draft vocab must not exceed the target's {config['vocab_size']}, got {cfg.vocab.size}; lower vocab.size "
-            "in the recipe"
+            f"draft vocab must not exceed the target's {config['vocab_size']}, got {cfg.vocab.size}; lower "
+            "vocab.size in the recipe"
         )
     size = target_size(config)
     _check_engine_gpus(cfg, size)
@@ -161,8 +161,9 @@ def _check_trainer_gpu(cfg: RunSettings, config: dict[str, Any], size: TargetSiz
     needed = draft_size(config, cfg).params * TRAINED_BYTES + 2 * tables
     if needed > memory:
         raise ValueError(
-            f"draft, optimizer and the target's two tables must fit on one {accelerator} of {memory / 1e9:.0f} GB, "
-            f"they take {needed / 1e9:.0f} GB; lower vocab.size or name a larger resources.trainer.accelerator"
+            f"draft, optimizer and the target's two tables must fit on one {accelerator} of "
+            f"{memory / 1e9:.0f} GB, they take {needed / 1e9:.0f} GB; lower vocab.size or name a larger "
+            "resources.trainer.accelerator"
         )
 
 
@@ -178,8 +179,8 @@ def _check_disks(cfg: RunSettings, size: TargetSize, disks: dict[str, int]) -> N
         if needed_bytes > disks[pod]:
             remedy = "raise it or lower train.disk_budget_bytes" if pod == "trainer" else "raise it"
             raise ValueError(
-                f"resources.{pod}.ephemeral_storage must hold {needed_bytes / 1e9:.0f} GB, the target's files "
-                f"included, it is {disks[pod] / 1e9:.0f} GB; {remedy}"
+                f"resources.{pod}.ephemeral_storage must hold {needed_bytes / 1e9:.0f} GB, the target's "
+                f"files included, it is {disks[pod] / 1e9:.0f} GB; {remedy}"
             )
 
 
@@ -187,16 +188,17 @@ def check_rows(cfg: RunSettings, config: dict[str, Any], surveys: Sequence[Sourc
     """Refuse rows that are too few, tool tasks without a parser, and chunks that the trainer could not hold.
 
     Raises:
-        ValueError: if rows have tools and no tool parser is set; if rows, all of them counted, fill fewer shards than
-            data.min_shards; if the groups of chunks may exceed the trainer's disk budget.
+        ValueError: if rows have tools and no tool parser is set; if rows, all of them counted, fill fewer
+            shards than data.min_shards; if the groups of chunks may exceed the trainer's disk budget.
     """
     check_parsers(cfg.regenerate, has_tools=any(s.tool_tasks for s in surveys))
     work = workload(cfg, surveys)
     is_certain = all(s.basis == "counted" for s in surveys) and not any(s.weight for s in cfg.data.sources)
     if is_certain and work.shards < cfg.data.min_shards:
         raise ValueError(
-            f"{work.rows} usable rows fill {work.shards} shards of data.rows_per_shard = {cfg.data.rows_per_shard}, "
-            f"data.min_shards = {cfg.data.min_shards} are required; add rows or lower one of them"
+            f"{work.rows} usable rows fill {work.shards} shards of data.rows_per_shard = "
+            f"{cfg.data.rows_per_shard}, data.min_shards = {cfg.data.min_shards} are required; add rows or "
+            "lower one of them"
         )
     # A trainer's process trains on one group of chunks and fetches the next.
     groups = 2 * cfg.train.shuffle_chunks * cfg.extract.chunk_bytes

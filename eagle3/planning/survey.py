@@ -1,8 +1,8 @@
 """How many rows and tokens the sources hold, in seconds: small ones are tokenized whole, large ones sampled.
 
-A source of at most COUNT_ROWS rows is encoded as prepare will, without held-out prompts and repetitions: its numbers
-are exact. A longer one is sampled: SAMPLE_ROWS rows are encoded, and the number of its rows comes from its Parquet
-footers, its size in bytes, or the hub.
+A source of at most COUNT_ROWS rows is encoded as prepare will, without held-out prompts and repetitions: its
+numbers are exact. A longer one is sampled: SAMPLE_ROWS rows are encoded, and the number of its rows comes
+from its Parquet footers, its size in bytes, or the hub.
 """
 
 from collections.abc import Sequence
@@ -62,8 +62,8 @@ def survey(
         one survey a source, weights not yet applied, and the number of held-out prompts.
 
     Raises:
-        ValueError: if a source cannot be read, loses more than data.max_dropped_share of its rows, or has no usable
-            row among its first ones; if no held-out prompt is left.
+        ValueError: if a source cannot be read, loses more than data.max_dropped_share of its rows, or has no
+            usable row among its first ones; if no held-out prompt is left.
     """
     tokenizer = load_chat_tokenizer(tokenizer_dir)
     heldout_keys: set[str] = set()
@@ -76,8 +76,8 @@ def survey(
         num_heldout += bool(outcome.rows)
     if not num_heldout:
         raise ValueError(
-            f"{redact(source_path(heldout))}: no held-out prompt is left; raise data.max_prompt_tokens or add "
-            "shorter prompts"
+            f"{redact(source_path(heldout))}: no held-out prompt is left; raise data.max_prompt_tokens or "
+            "add shorter prompts"
         )
     encoder = RowEncoder(tokenizer, cfg, frozenset(heldout_keys))
     seen: set[str] = set()
@@ -98,9 +98,9 @@ def _survey_source(
     limit = cfg.max_dropped_share if is_whole else max(cfg.max_dropped_share, 1 - 1 / len(sample))
     if found.dropped_share > limit and not is_limit_reached:
         raise ValueError(
-            f"{redact(source_path(source))}: {counts.read - counts.kept} of the first {counts.read} rows cannot be "
-            f"used, more than data.max_dropped_share = {cfg.max_dropped_share}; mend the source, raise "
-            "data.max_prompt_tokens, or raise the share"
+            f"{redact(source_path(source))}: {counts.read - counts.kept} of the first {counts.read} rows "
+            f"cannot be used, more than data.max_dropped_share = {cfg.max_dropped_share}; mend the source, "
+            "raise data.max_prompt_tokens, or raise the share"
         )
     if is_whole or not counts.kept:
         return found
@@ -119,7 +119,7 @@ def _count(
     seen: set[str],
     max_rows: int,
 ) -> _Counts:
-    """Encode records as prepare will, until `max_rows` are kept (0: all); `seen` holds the rows kept so far."""
+    """Encode records as prepare will, until `max_rows` are kept (0: all); `seen` has the rows kept so far."""
     waits = regenerate and source.regenerate
     task = Task(source_name(source), source.preset, source.thinking, "script" if waits else "answers")
     counts = _Counts()

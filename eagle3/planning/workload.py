@@ -14,9 +14,9 @@ ANSWER_SHARE = 0.5
 class SourceSurvey:
     """What one source contributes: kept rows, their tokens and supervised tokens.
 
-    basis: how it is known: counted, estimated, or at_least where the number of rows is unknown. answers: to be
-    written by the target, 0 where rows keep their own; such a row ends before its first answer. tool_tasks: rows
-    that need an answer and offer tools. dropped_share: of the rows that were read.
+    basis: how it is known: counted, estimated, or at_least where the number of rows is unknown. answers: to
+    be written by the target, 0 where rows keep their own; such a row ends before its first answer.
+    tool_tasks: rows that need an answer and offer tools. dropped_share: of the rows that were read.
     """
 
     name: str
@@ -33,8 +33,8 @@ class SourceSurvey:
 class Workload:
     """Rows and tokens of a run: expected ones, and the most there can be.
 
-    prompt_tokens: read before the answers that the target will write; 0 without regeneration. tokens, supervised: of
-    the finished rows. max_tokens, max_supervised: the same with every answer at its longest.
+    prompt_tokens: read before the answers that the target will write; 0 without regeneration. tokens,
+    supervised: of the finished rows. max_tokens, max_supervised: the same with every answer at its longest.
     """
 
     rows: int

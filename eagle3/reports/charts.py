@@ -18,7 +18,8 @@ def metric_curves(metrics: Sequence[dict[str, Any]], names: Mapping[str, str]) -
 
     Args:
         metrics: lines of metrics.jsonl in order; keys may be missing.
-        names: key in a line -> name of its curve; a list of numbers makes a curve for each, with its index in the name.
+        names: key in a line -> name of its curve; a list of numbers makes a curve for each, with its index in
+            the name.
     """
     curves: dict[str, list[Point]] = {}
     for line in metrics:
@@ -73,7 +74,8 @@ def line_chart(
         pixels = [(_x(x, x_range), _y(y, y_range)) for x, y in points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
         parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8" stroke-linejoin="round"/>'
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8" '
+            'stroke-linejoin="round"/>'
         )
         if len(pixels) <= 30:
             parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{colour}"/>' for x, y in pixels]
@@ -97,8 +99,8 @@ def bar_chart(title: str, groups: Sequence[str], series: Mapping[str, Sequence[f
             top = _y(min(1.0, values[g]), y_range)
             label = escape(f"{name}, {group}: {values[g]:.3f}")
             parts.append(
-                f'<rect x="{left + 1:.1f}" y="{top:.1f}" width="{bar - 2:.1f}" height="{HEIGHT - BOTTOM - top:.1f}" rx="2" '
-                f'fill="{colours[s]}"><title>{label}</title></rect>'
+                f'<rect x="{left + 1:.1f}" y="{top:.1f}" width="{bar - 2:.1f}" '
+                f'height="{HEIGHT - BOTTOM - top:.1f}" rx="2" fill="{colours[s]}"><title>{label}</title></rect>'
             )
             parts.append(_text(left + bar / 2, top - 4, f"{values[g]:.2f}", "middle"))
     return _figure(title, list(zip(series, colours, strict=True)), _svg(title, parts))
@@ -173,4 +175,5 @@ def _figure(title: str, legend: list[tuple[str, str]], content: str) -> str:
     keys = "".join(
         f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in legend
     )
-    return f'<figure><figcaption>{escape(title)}<span class="legend">{keys}</span></figcaption>{content}</figure>'
+    caption = f'{escape(title)}<span class="legend">{keys}</span>'
+    return f"<figure><figcaption>{caption}</figcaption>{content}</figure>"

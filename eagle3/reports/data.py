@@ -35,8 +35,8 @@ def answer_statistics(outcomes: dict[str, int]) -> dict[str, Any]:
 
     Returns:
         JSON-ready: conversations; user turns requested = answered + failed + skipped (after one that failed);
-        failed_by_reason; answers at_length_limit and their share_at_length_limit of the user turns; tool_calls. Empty
-        if nothing was asked.
+        failed_by_reason; answers at_length_limit and their share_at_length_limit of the user turns;
+        tool_calls. Empty if nothing was asked.
     """
     if not outcomes.get("requested"):
         return {}
@@ -59,9 +59,9 @@ def render_report(report: dict[str, Any]) -> str:
     """A run's data as an HTML document.
 
     Args:
-        report: as prepare writes it (eagle3/data/prepare.py); if known also rows {source: statistics of the rows to train
-            on}, with samples of these rows, and vocab (both eagle3/data/describe.py), vocab_note and answers
-            (answer_statistics).
+        report: as prepare writes it (eagle3/data/prepare.py); if known also rows {source: statistics of the
+            rows to train on}, with samples of these rows, and vocab (both eagle3/data/describe.py),
+            vocab_note and answers (answer_statistics).
     """
     rows = rows_by_source(report)
     # A run that starts from shards has rows, but does not know the sources that they came from.

@@ -69,7 +69,8 @@ def render_jobs(
 
     Args:
         title: stage and shard, plain text.
-        jobs: label -> samples of the job's progress, oldest first, some seconds apart; none while its engine starts.
+        jobs: label -> samples of the job's progress, oldest first, some seconds apart; none while its engine
+            starts.
         statistics: name -> number, when all is done; plain text.
         note: a sentence under these, plain text.
     """

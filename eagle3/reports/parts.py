@@ -42,9 +42,10 @@ STYLE = """
 def document(title: str, content: str) -> str:
     """A whole HTML document around finished sections."""
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body style='margin:0'><main class=\"e3\">"
-        f"{content}</main></body></html>"
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>"
+        f"<body style='margin:0'><main class=\"e3\">{content}</main></body></html>"
     )
 
 
@@ -75,7 +76,7 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], numbers: tuple
 
 
 def samples_list(samples: list[dict[str, Any]]) -> str:
-    """Rows as text with their mask in colour: sample_id, spans [[text, supervised], …], and source if known."""
+    """Rows as text with their mask in colour: sample_id, spans [[text, supervised], …], source if known."""
     if not samples:
         return ""
     rows = [_sample(sample, is_open=i == 0) for i, sample in enumerate(samples[:MAX_SAMPLES])]

@@ -1,4 +1,4 @@
-"""The report of a run: acceptance, curves, stages, sample rows with their loss mask, and how to serve the draft.
+"""The report of a run: acceptance, curves, stages, sample rows with their loss mask, and serve commands.
 
 All text from data is escaped.
 """
@@ -9,7 +9,10 @@ from typing import Any
 from eagle3.reports.charts import bar_chart, line_chart, metric_curves
 from eagle3.reports.parts import document, samples_list, section, table, tiles_row
 
-SERVE_NOTE = "This serves on this machine only. To serve others, give another --host, and a key in VLLM_API_KEY or --api-key."
+SERVE_NOTE = (
+    "This serves on this machine only. To serve others, give another --host, and a key in VLLM_API_KEY or "
+    "--api-key."
+)
 
 
 def render_html(
@@ -18,12 +21,13 @@ def render_html(
     """Render the page.
 
     Args:
-        summary: acceptance_length, acceptance_by_position, trainer_acceptance_length, outputs_identical (bool), tokens_per_s
-            {with_draft, without_draft}; if known also run_name, target_dir, export_dir, trainer_acceptance_by_position,
-            differing_prompts (ids), num_speculative_tokens, max_new_tokens, dtype, concurrency, prompts {train,
-            heldout}, stages [{name, seconds, runs, cached}], serve {title: command}.
-        training_metrics: lines of metrics.jsonl, one an optimizer step: step, loss_by_step and accuracy_by_step (one
-            number a TTT step), sometimes validation_acceptance_length.
+        summary: acceptance_length, acceptance_by_position, trainer_acceptance_length, outputs_identical
+            (bool), tokens_per_s {with_draft, without_draft}; if known also run_name, target_dir, export_dir,
+            trainer_acceptance_by_position, differing_prompts (ids), num_speculative_tokens, max_new_tokens,
+            dtype, concurrency, prompts {train, heldout}, stages [{name, seconds, runs, cached}], serve
+            {title: command}.
+        training_metrics: lines of metrics.jsonl, one an optimizer step: step, loss_by_step and
+            accuracy_by_step (one number a TTT step), sometimes validation_acceptance_length.
         samples: sample_id, spans [[text, supervised], …] in order; if known source.
 
     Returns:
