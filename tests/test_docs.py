@@ -233,3 +233,12 @@ def test_the_summary_is_the_node_that_the_docs_name(workflow: str, node: str) ->
     module = "workflows.retrain_eagle3" if workflow == "retrain_eagle3" else "workflows.train_eagle3"
     nodes = getattr(importlib.import_module(module), workflow).nodes
     assert [n.id for n in nodes if n.flyte_entity.name.endswith(".summarize_run")] == [node]
+
+
+def test_a_missing_file_is_refused_with_the_message_in_the_docs() -> None:
+    (message,) = re.findall(r"`(prompts must be [^`]*)`", (ROOT / "docs/cluster.md").read_text())
+    heldout = str(ROOT / "workflows/recipes/heldout.jsonl")
+    with pytest.raises(ValueError, match=re.escape(message.replace("<file>", "nowhere.jsonl"))):
+        Recipe.model_validate(
+            {"target": {"name": "org/name"}, "heldout": heldout, "prompts": "nowhere.jsonl"}
+        )
