@@ -23,6 +23,7 @@ from flytekit.clis.sdk_in_container.pyflyte import main as pyflyte
 from eagle3.config.base import StageConfig
 from eagle3.config.run import RunSettings
 from eagle3.config.training import PromoteConfig
+from workflows.flyte.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
