@@ -91,7 +91,7 @@ def test_credentials_in_a_url_are_refused_and_never_shown(
 def test_a_wrong_value_is_shown_without_the_secrets_of_urls() -> None:
     with pytest.raises(
         ValueError,
-        match=r"target.name: Field required, got .*target.nam: no such setting.*got 's3://bucket/x'",
+        match=r"target.name must be set; add it to the recipe; target.nam: no such setting.*got 's3://bucket/x'",
     ) as e:
         TargetConfig.model_validate_json(json.dumps({"nam": SECRET}))
     assert "s3cr3t" not in str(e.value)
