@@ -95,7 +95,7 @@ def rehearsal(command: str, scratch: Path) -> str:
 
 def with_marks(command: str) -> Any:
     """Packaging compiles every workflow."""
-    return pytest.param(command, marks=pytest.mark.slow if " package " in command else (), id=command)
+    return pytest.param(command, marks=pytest.mark.slow if "pyflyte" in command else (), id=command)
 
 
 @pytest.mark.parametrize("command", map(with_marks, all_commands()))

@@ -31,7 +31,10 @@ from tests.engine.test_capture import random_rows, states_of
 from tests.helpers.engine_jobs import engine_pid, is_running, print_to_stdout
 from tests.helpers.factories import greedy_answer, tiny_target
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc"),
+]
 ENGINE = EngineConfig(engine="transformers", dtype="float32", max_model_len=64, max_num_seqs=4)
 END = 2
 

@@ -24,7 +24,10 @@ from eagle3.shards.tokens import TokenRow, write_token_shard
 from tests.helpers.engine_jobs import engine_pid, is_running, report_always, report_often
 from tests.helpers.factories import tiny_target
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc"),
+]
 ENGINE = EngineConfig(engine="transformers", dtype="float32", max_model_len=64, max_num_seqs=4)
 LENGTHS = [1 + i % 30 for i in range(40)]
 

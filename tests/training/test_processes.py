@@ -23,6 +23,8 @@ from eagle3.training.loop import train
 from eagle3.training.metrics import read_metrics
 from tests.helpers.jobs import make_inputs, make_job
 
+pytestmark = pytest.mark.slow
+
 LONG = {"epochs": 20, "checkpoint_every": 5, "validate_every": 20}
 # A process of this one's modules: importing torch and transformers takes a new one ten seconds.
 FORK = multiprocessing.get_context("fork")

@@ -31,6 +31,8 @@ from tests.helpers.stand_in_stages import (
     write_rows,
 )
 
+pytestmark = pytest.mark.slow
+
 ANSWERING = {"shard_digest", "target_digest", "engine", "regenerate"}
 KEYED = {
     "fetch_target": {"target_digest"},

@@ -14,6 +14,8 @@ from tests.helpers.factories import draft_config, layer_config
 from tests.helpers.flyte_runs import pyflyte_run, words, write_prompts, write_recipe
 from workflows.flyte import journal, store
 
+pytestmark = pytest.mark.slow
+
 WRONG_MODEL = "other"
 DRAFT = "draft"
 # Name of the case -> blocks of the recipe, words of the error.

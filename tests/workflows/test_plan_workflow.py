@@ -11,6 +11,8 @@ from click.testing import Result
 from tests.helpers.flyte_runs import pyflyte_run, write_prompts, write_recipe
 from workflows.flyte import journal, store
 
+pytestmark = pytest.mark.slow
+
 
 class Planner:
     """Plans and runs of one recipe in one workplace."""

@@ -22,6 +22,8 @@ from workflows.flyte import journal
 from workflows.flyte.interfaces import DraftExport, EvaluationReport, Target, TokenShard
 from workflows.tasks.promote_draft import find_current_draft, promote_draft
 
+pytestmark = pytest.mark.slow
+
 AS_IN_RECIPE = {"prompts": "", "heldout": "", "run_name": ""}
 
 

@@ -17,6 +17,8 @@ from eagle3.config.resources import quantity_bytes
 from tests.helpers.flyte_runs import ROOT
 from workflows.flyte import pods as resources
 
+pytestmark = pytest.mark.slow
+
 UNCACHED = {
     "resolve_inputs",
     "gather_token_shards",

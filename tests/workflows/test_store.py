@@ -123,6 +123,7 @@ def test_a_file_or_a_link_is_no_store(tmp_path: Path) -> None:
     assert (tmp_path / "other/target-0123456789ab/file").exists()
 
 
+@pytest.mark.slow
 def test_cleaning_by_make_ends_with_the_fault(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").touch()
