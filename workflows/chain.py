@@ -1,12 +1,15 @@
-"""The chain's stages as every workflow wires them: each function adds a stage's nodes to the workflow that calls it.
+"""The chain's stages as every workflow wires them: each function adds a stage's nodes to the workflow that
+calls it.
 
     resolve_inputs -> fetch_target -> prepare_data -> regenerate_responses
-    regenerate_responses -> build_vocab           -> train_draft -> export_draft -> evaluate_draft -> summarize_run
+    regenerate_responses -> build_vocab           -> train_draft -> export_draft
                          \\> extract_hidden_states /
+    export_draft -> evaluate_draft -> summarize_run
 
-Every stage is cached by the content of what it reads (`*_digest`, `source_versions`) and its own settings; URIs, and where
-and how a stage runs, are in no key. So a workflow that stops early, or starts from what exists, shares its entries with
-all others. The types here are those of the values; while a workflow is compiled, Flyte's promises stand for them.
+Every stage is cached by the content of what it reads (`*_digest`, `source_versions`) and its own settings;
+URIs, and where and how a stage runs, are in no key. So a workflow that stops early, or starts from what
+exists, shares its entries with all others. The types here are those of the values; while a workflow is
+compiled, Flyte's promises stand for them.
 """
 
 from dataclasses import dataclass
@@ -83,13 +86,12 @@ def prepare_alone(recipe: Recipe) -> Start:
 
 def _fetch_target(recipe: Recipe, resolved: Resolved) -> Target:
     ref = resolved.found.target
-    target: Target = fetch_target_node(ref=ref, target_digest=ref.digest, recipe=recipe)
-    return target
+    return fetch_target_node(ref=ref, target_digest=ref.digest, recipe=recipe)
 
 
 def _prepare_data(recipe: Recipe, resolved: Resolved, target: Target) -> PreparedData:
     found = resolved.found
-    data: PreparedData = prepare_data_node(
+    return prepare_data_node(
         prompts_digest=found.prompts_digest,
         source_versions=found.source_versions,
         heldout_digest=found.heldout_digest,
@@ -99,19 +101,17 @@ def _prepare_data(recipe: Recipe, resolved: Resolved, target: Target) -> Prepare
         regenerate=found.regenerate,
         recipe=recipe,
     )
-    return data
 
 
 def _prepare_heldout(recipe: Recipe, resolved: Resolved, target: Target) -> TokenShard:
     """Held-out prompts alone; prompts and sources of the recipe are not read."""
-    heldout: TokenShard = prepare_heldout(
+    return prepare_heldout(
         heldout_digest=resolved.found.heldout_digest,
         target=target,
         target_digest=resolved.found.target.digest,
         data=resolved.data,
         recipe=recipe,
     )
-    return heldout
 
 
 def from_token_shards(recipe: Recipe, shards: list[str]) -> tuple[Start, TokenShards]:
@@ -138,13 +138,12 @@ def from_hidden_states(recipe: Recipe, shards: list[str]) -> tuple[Start, TokenS
 
 def answer(start: Start) -> TokenShards:
     """The target's answers: to chats, then to tool tasks."""
-    rows: TokenShards = regenerate_responses(data=start.data, target=start.target, recipe=start.recipe)
-    return rows
+    return regenerate_responses(data=start.data, target=start.target, recipe=start.recipe)
 
 
 def choose_vocab(start: Start, rows: TokenShards) -> DraftVocab:
     """The draft vocabulary of the answered rows."""
-    vocab: DraftVocab = build_vocab(
+    return build_vocab(
         shards=rows,
         shards_digest=rows.digest,
         target=start.target,
@@ -153,13 +152,11 @@ def choose_vocab(start: Start, rows: TokenShards) -> DraftVocab:
         init_from=start.resolved.found.init_from,
         init_digest=start.resolved.found.init_digest,
     )
-    return vocab
 
 
 def extract(start: Start, rows: TokenShards) -> HiddenStateShards:
     """Hidden states of the answered rows."""
-    states: HiddenStateShards = extract_hidden_states(shards=rows, target=start.target, recipe=start.recipe)
-    return states
+    return extract_hidden_states(shards=rows, target=start.target, recipe=start.recipe)
 
 
 def train(start: Start, rows: TokenShards, states: HiddenStateShards) -> Trained:
@@ -182,7 +179,7 @@ def train(start: Start, rows: TokenShards, states: HiddenStateShards) -> Trained
 
 def export(start: Start, trained: Trained) -> DraftExport:
     """The checkpoint as vLLM loads it."""
-    draft: DraftExport = export_draft(
+    return export_draft(
         checkpoint=trained.checkpoint,
         checkpoint_digest=trained.checkpoint.digest,
         vocab=trained.vocab,
@@ -192,12 +189,11 @@ def export(start: Start, trained: Trained) -> DraftExport:
         public_name=start.resolved.found.public_name,
         export=start.resolved.export,
     )
-    return draft
 
 
 def evaluate(start: Start, draft: DraftExport) -> EvaluationReport:
     """An export on the held-out prompts."""
-    report: EvaluationReport = evaluate_draft_node(
+    return evaluate_draft_node(
         draft=draft,
         draft_digest=draft.digest,
         heldout=start.data.heldout,
@@ -208,7 +204,6 @@ def evaluate(start: Start, draft: DraftExport) -> EvaluationReport:
         evaluate=start.resolved.evaluate,
         recipe=start.recipe,
     )
-    return report
 
 
 def finish(start: Start, rows: TokenShards, states: HiddenStateShards) -> Measured:

@@ -22,16 +22,16 @@ from workflows.retrain_eagle3 import retrain_eagle3
 
 SHIPPED = Path(__file__).parent / "recipes" / "qwen3_8b_h200.yaml"
 RECIPE = Path(os.environ.get("EAGLE3_RECIPE", "").strip() or SHIPPED)
-# One name for what changes from night to night. Rows that did not change are answered and captured once; training
-# starts from the promoted draft, so it runs every night.
+# One name for what changes from night to night. Rows that did not change are answered and captured once;
+# training starts from the promoted draft, so it runs every night.
 VARIABLES = ("EAGLE3_TRAFFIC", "EAGLE3_HELDOUT", "EAGLE3_PROMOTED", "EAGLE3_OWNERS")
 TRAFFIC, HELDOUT, PROMOTED, owners = (os.environ.get(name, "").strip() for name in VARIABLES)
 OWNERS = [name.strip() for name in owners.split(",") if name.strip()]
 EVERY_NIGHT = "0 2 * * *"  # UTC
 # Share of the recipe's learning rates when training starts from the promoted draft. Not measured.
 WARM_RATE_SHARE = 0.2
-# Drafts are promoted only where text with and without them is the same (promote.identical_text), which bfloat16's rounding does
-# not keep; that float32 keeps it was seen on CPUs only.
+# Drafts are promoted only where text with and without them is the same (promote.identical_text), which
+# bfloat16's rounding does not keep; that float32 keeps it was seen on CPUs only.
 EVALUATE = {"dtype": "float32"}
 ENDED = [
     WorkflowExecutionPhase.SUCCEEDED,

@@ -1,4 +1,5 @@
-"""A run's plan from its recipe, in seconds and without a GPU: rows, tokens, bytes, hours, and every refusal of a run.
+"""A run's plan from its recipe, in seconds and without a GPU: rows, tokens, bytes, hours, and every refusal
+of a run.
 
 pyflyte run workflows/plan.py plan --recipe recipe.yaml
 """

@@ -16,5 +16,4 @@ def prepare_shards(recipe: Recipe) -> PreparedData:
     """Prepare a run's data and stop."""
     start = chain.prepare_alone(recipe)
     init_from = start.resolved.found.init_from
-    data: PreparedData = report_data(data=start.data, target=start.target, init_from=init_from, recipe=recipe)
-    return data
+    return report_data(data=start.data, target=start.target, init_from=init_from, recipe=recipe)

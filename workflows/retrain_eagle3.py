@@ -23,9 +23,11 @@ from workflows.tasks.promote_draft import (
 def retrain_eagle3(
     recipe: Recipe, promote: PromoteConfig, prompts: str = "", heldout: str = "", run_name: str = ""
 ) -> Promotion:
-    """Train from the promoted draft, measure both on the same held-out prompts, promote the new one unless it is worse.
+    """Train from the promoted draft, measure both on the same held-out prompts, promote the new one unless it
+    is worse.
 
-    prompts and heldout (URLs) and run_name replace the recipe's unless empty: the launch plans fix the recipe.
+    prompts and heldout (URLs) and run_name replace the recipe's unless empty: the launch plans fix the
+    recipe.
     """
     current: CurrentDraft = find_current_draft(
         recipe=recipe, promote=promote, prompts=prompts, heldout=heldout, run_name=run_name
@@ -38,7 +40,7 @@ def retrain_eagle3(
     opponent: DraftExport = choose_opponent(
         current=current.drafts, draft=measured.draft, report=measured.report
     )
-    promotion: Promotion = promote_draft(
+    return promote_draft(
         draft=measured.draft,
         report=measured.report,
         current=current.drafts,
@@ -49,4 +51,3 @@ def retrain_eagle3(
         recipe=current.recipe,
         promote=promote,
     )
-    return promotion

@@ -1,7 +1,7 @@
 """The whole chain as one workflow: a recipe in, a draft that vLLM loads and its measurement out.
 
-The other workflows stop after a stage or start from what exists. All take the same recipe and are made of the same
-stages (workflows/chain.py), so each takes from the cache what another has made:
+The other workflows stop after a stage or start from what exists. All take the same recipe and are made of the
+same stages (workflows/chain.py), so each takes from the cache what another has made:
 
     pyflyte run workflows/train_eagle3.py until_extract --recipe recipe.yaml
 """
@@ -26,7 +26,8 @@ def train_eagle3(recipe: Recipe) -> FlyteDirectory:
 
 @workflow
 def until_regenerate(recipe: Recipe) -> tuple[TokenShards, FlyteFile]:
-    """Stop after the target's answers: token shards, and their listing, token_shards.json (here in runs/<run_name>)."""
+    """Stop after the target's answers: token shards, and their listing, token_shards.json (here in
+    runs/<run_name>)."""
     start = chain.prepare(recipe)
     shards, listing = list_token_shards(recipe=recipe, target=start.target, shards=chain.answer(start))
     return shards, listing
@@ -34,7 +35,8 @@ def until_regenerate(recipe: Recipe) -> tuple[TokenShards, FlyteFile]:
 
 @workflow
 def until_extract(recipe: Recipe) -> tuple[HiddenStateShards, FlyteFile]:
-    """Stop after vocabulary and hidden states: the states, and their listing, hidden_states.json (here in runs/<run_name>)."""
+    """Stop after vocabulary and hidden states: the states, and their listing, hidden_states.json (here in
+    runs/<run_name>)."""
     start = chain.prepare(recipe)
     rows = chain.answer(start)
     chain.choose_vocab(start, rows)
@@ -71,7 +73,8 @@ def train_from_shards(recipe: Recipe, shards: list[str]) -> FlyteDirectory:
 
 @workflow
 def train_from_states(recipe: Recipe, shards: list[str]) -> FlyteDirectory:
-    """Start from hidden states: directories with manifest.json, directories of them or hidden_states.json, by path or URL.
+    """Start from hidden states: directories with manifest.json, directories of them or hidden_states.json, by
+    path or URL.
 
     Nothing is answered or captured. The recipe's `prompts` and `data.sources` are not read.
     """

@@ -1,4 +1,5 @@
-"""A target of a hundred thousand random weights over bytes, runs of the whole chain that take seconds, and a pod of one task."""
+"""A target of a hundred thousand random weights over bytes, runs of the whole chain that take seconds, and a
+pod of one task."""
 
 import importlib
 import json

@@ -1,8 +1,9 @@
-"""The chain in a tenth of a second: the real wiring, tasks, local cache and kept places around engines and a trainer that only
-pretend.
+"""The chain in a tenth of a second: the real wiring, tasks, local cache and kept places around engines and a
+trainer that only pretend.
 
-What they make changes with the settings of their own stage, so that no later stage stays cached by chance. It does not change
-with engine and target, which several stages have in their keys: one that forgot them would still run again, on another input.
+What they make changes with the settings of their own stage, so that no later stage stays cached by chance. It
+does not change with engine and target, which several stages have in their keys: one that forgot them would
+still run again, on another input.
 """
 
 import json
@@ -55,7 +56,8 @@ LEAVES_THE_DRAFT = {
 
 @dataclass
 class Ran:
-    """One run. made, cached: how often, by stage. places: what is kept by key lies there, by stage. inputs: of the last node."""
+    """One run. made, cached: how often, by stage. places: what is kept by key lies there, by stage. inputs:
+    of the last node."""
 
     made: Counter[str] = field(default_factory=Counter)
     cached: Counter[str] = field(default_factory=Counter)

@@ -1,4 +1,5 @@
-"""A tiny target, a store and cache of the test's own, and a stand-in cluster on which the chain has run once."""
+"""A tiny target, a store and cache of the test's own, and a stand-in cluster on which the chain has run
+once."""
 
 import json
 from collections.abc import Iterator
@@ -79,8 +80,8 @@ def cluster(plane: "ControlPlane", workplace: Path, tiny_target: Path) -> Iterat
 
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluation starts the engine three times, and training in a process of its own imports for ten seconds: where only the
-    journal is asked for, training stays here and evaluation measures nothing."""
+    """Evaluation starts the engine three times, and training in a process of its own imports for ten seconds:
+    where only the journal is asked for, training stays here and evaluation measures nothing."""
     from eagle3.evaluation import benchmark
     from eagle3.training import launch
     from eagle3.training.loop import train

@@ -1,5 +1,5 @@
-"""Chats of several turns and tool tasks through the whole chain: which stage answers what, and what runs again after which
-change."""
+"""Chats of several turns and tool tasks through the whole chain: which stage answers what, and what runs
+again after which change."""
 
 import json
 from pathlib import Path

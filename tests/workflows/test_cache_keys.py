@@ -1,6 +1,8 @@
-"""What is in the key of each cached task, and what runs again after which change of a recipe: this much, and never less.
+"""What is in the key of each cached task, and what runs again after which change of a recipe: this much, and
+never less.
 
-Every field of every block has a line in CHANGES, with a value that is not the base recipe's and the stages that run again.
+Every field of every block has a line in CHANGES, with a value that is not the base recipe's and the stages
+that run again.
 """
 
 import shutil

@@ -1,4 +1,5 @@
-"""The whole chain, locally: what runs again after which change. Real stages on a tiny target, engine: transformers."""
+"""The whole chain, locally: what runs again after which change. Real stages on a tiny target, engine:
+transformers."""
 
 import json
 import shutil

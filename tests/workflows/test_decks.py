@@ -1,4 +1,5 @@
-"""Live Decks of the engine's tasks: published while they work, at most every 20 s, and never in the way of the work."""
+"""Live Decks of the engine's tasks: published while they work, at most every 20 s, and never in the way of
+the work."""
 
 import io
 import logging

@@ -1,4 +1,5 @@
-"""The fan-out of extraction: shards that fail for good, room on the disk, places that another attempt finds."""
+"""The fan-out of extraction: shards that fail for good, room on the disk, places that another attempt
+finds."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,7 +41,8 @@ def target(tmp_path: Path) -> Target:
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Stands in for the engine, which is not what is tested: notes who asked, fails for the shards in `broken`."""
+    """Stands in for the engine, which is not what is tested: notes who asked, fails for the shards in
+    `broken`."""
     seen: dict[str, Any] = {"broken": set(), "calls": []}
 
     def capture(settings: EngineSettings, shard_path: str, out: str, *_: Any) -> dict[str, Any]:
@@ -137,11 +139,11 @@ def test_every_attempt_and_execution_finds_the_same_place(pod: Any, monkeypatch:
         "s3://bucket/raw/b2/f2-n1-dn0-0/",
     ):
         pod(attempt)
-        with store.keyed_place("states", "key") as place:
+        with store.keyed_uri("states", "key") as place:
             places.add(place)
     assert places == {"s3://bucket/raw/eagle3/states-key"}
     monkeypatch.setenv("EAGLE3_STORE", "gs://other/store/")
-    with store.keyed_place("states", "key") as place:
+    with store.keyed_uri("states", "key") as place:
         assert place == "gs://other/store/eagle3/states-key"
 
 
@@ -152,11 +154,11 @@ def test_a_second_process_waits_for_a_place(workplace: Path, monkeypatch: pytest
         waits.append(1)
         lock.release()
 
-    with store.keyed_place("states", "busy") as place:
+    with store.keyed_uri("states", "busy") as place:
         pass
     lock = try_lock(f"{place}.lock")
     assert lock is not None
     monkeypatch.setattr(store.time, "sleep", release)
-    with store.keyed_place("states", "busy") as again:
+    with store.keyed_uri("states", "busy") as again:
         assert again == place
     assert waits == [1]

@@ -1,4 +1,5 @@
-"""One preflight: a real run refuses in its first node, before weights are fetched, all that a plan refuses."""
+"""One preflight: a real run refuses in its first node, before weights are fetched, all that a plan
+refuses."""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""The images: the same identity from everywhere, and a Dockerfile that installs the whole lock and nothing else."""
+"""The images: the same identity from everywhere, and a Dockerfile that installs the whole lock and nothing
+else."""
 
 import os
 import re
@@ -87,7 +88,8 @@ def test_both_locks_hold_the_same_engine() -> None:
     ("extra", "where"), [("cpu", ["--universal", "--python-version", "3.11"]), ("gpu", LINUX)]
 )
 def test_a_lock_is_what_its_requirements_resolve_to(extra: str, where: list[str]) -> None:
-    """Asks the package index for metadata; the lock's own versions are preferred, so newer ones change nothing."""
+    """Asks the package index for metadata; the lock's own versions are preferred, so newer ones change
+    nothing."""
     lock = ROOT / "images" / f"{extra}.lock"
     command = [
         "pip",
@@ -123,7 +125,8 @@ def not_cpu() -> str:
 
 @pytest.fixture
 def new_environment() -> Iterator[Path]:
-    """A virtual environment made as users make theirs, with nothing but the CPU lock; removed at once, for it has gigabytes."""
+    """A virtual environment made as users make theirs, with nothing but the CPU lock; removed at once, for it
+    has gigabytes."""
     with tempfile.TemporaryDirectory() as work:
         (Path(work) / "images").mkdir()
         for name in ("Makefile", "images/cpu.lock"):

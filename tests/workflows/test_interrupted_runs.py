@@ -17,7 +17,8 @@ from tests.helpers.flyte_runs import ROOT, write_prompts, write_recipe
 
 pytestmark = pytest.mark.slow
 PYFLYTE = [sys.executable, "-c", "from flytekit.clis.sdk_in_container.pyflyte import main; main()"]
-# From the signal until nothing runs any more; a training step or a chunk on its way is a fraction of a second here.
+# From the signal until nothing runs any more; a training step or a chunk on its way is a fraction of a second
+# here.
 STOPPED_WITHIN_S = 15.0
 
 
@@ -101,7 +102,8 @@ def wait_for(
 
 
 def interrupt_when(process: subprocess.Popen[bytes], found: Callable[[], Any], what: str) -> float:
-    """Send SIGINT to the one process once something is there; returns the seconds until it and all it started were gone."""
+    """Send SIGINT to the one process once something is there; returns the seconds until it and all it started
+    were gone."""
     wait_for(found, 120, what, process)
     children = descendants(process.pid)
     assert children, f"nothing else was running at {what}"

@@ -1,4 +1,5 @@
-"""Runs that stop after a stage or start from what exists: what they leave, what comes from the cache, what is refused."""
+"""Runs that stop after a stage or start from what exists: what they leave, what comes from the cache, what is
+refused."""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""What the stand-in for Propeller itself decides, with pods that only count: cache, journal, successes of a map node."""
+"""What the stand-in for Propeller itself decides, with pods that only count: cache, journal, successes of a
+map node."""
 
 from typing import Any
 

@@ -87,7 +87,8 @@ def test_nothing_is_registered_in_two_forms(plane: ControlPlane) -> None:
 
 
 def pyflyte(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: flytekit keeps what earlier runs here have compiled, and would compile it again from that."""
+    """In a process of its own: flytekit keeps what earlier runs here have compiled, and would compile it
+    again from that."""
     program = "from flytekit.clis.sdk_in_container.pyflyte import main; main()"
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     command = [sys.executable, "-c", program, *arguments]

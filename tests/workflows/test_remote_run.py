@@ -1,7 +1,8 @@
 """The whole chain through the real `pyflyte run --remote`: what runs again, what a killed pod costs, what an error says.
 
-The cluster is a stand-in inside this process (control_plane.py); every task runs by its own container command in a process of
-its own, with the code that pyflyte uploaded. The target is named by its path: pods are processes of this machine and can read it.
+The cluster is a stand-in inside this process (control_plane.py); every task runs by its own container command
+in a process of its own, with the code that pyflyte uploaded. The target is named by its path: pods are
+processes of this machine and can read it.
 """
 
 import re
@@ -96,7 +97,8 @@ def test_the_same_inputs_give_the_same_draft_here_and_in_the_cluster(
 
 @pytest.fixture(scope="module")
 def disturbed(cluster: Cluster, first: Run) -> Run:
-    """The first run's inputs once more, with accidents, and nothing known behind the answers but what `evaluate` measured."""
+    """The first run's inputs once more, with accidents, and nothing known behind the answers but what
+    `evaluate` measured."""
     cluster.forget("extract_shard", "train_draft", "export_draft")
     cluster.plane.store.delete("eagle3/extract_hidden_states-")
     accidents = Accidents(cluster.plane)
@@ -140,7 +142,8 @@ def test_accidents_change_nothing_in_the_draft(first: Run, disturbed: Run) -> No
 
 @pytest.fixture(scope="module")
 def again(cluster: Cluster, first: Run) -> Run:
-    """The first run again, with one task forgotten; the store fails while that task's first attempt fetches its inputs."""
+    """The first run again, with one task forgotten; the store fails while that task's first attempt fetches
+    its inputs."""
 
     def refuses(key: str) -> bool:
         pods = cluster.plane.pods.running

@@ -31,7 +31,8 @@ def test_a_plan_fetches_no_weights(cluster: Cluster, first: Run) -> None:
 
 @pytest.fixture(scope="module")
 def answered(cluster: Cluster, first: Run) -> Run:
-    """The first run's prompts, answered by the same target, which is in the cluster's store now; stops there."""
+    """The first run's prompts, answered by the same target, which is in the cluster's store now; stops
+    there."""
     for file in cluster.target.iterdir():
         cluster.plane.store.write(f"models/tiny/{file.name}", file.read_bytes())
     recipe = cluster.recipe(target={"name": "s3://flyte/models/tiny", "public_name": "tiny/bytes"})
@@ -104,7 +105,8 @@ def test_training_from_hidden_states_at_urls_is_a_cache_hit(cluster: Cluster, fi
 def test_an_execution_that_overwrites_the_cache_runs_everything_and_the_next_one_takes_what_it_made(
     cluster: Cluster, first: Run
 ) -> None:
-    """Answers and states lie in the store by key besides: their pods run, find them finished and start no engine."""
+    """Answers and states lie in the store by key besides: their pods run, find them finished and start no
+    engine."""
     recipe = cluster.recipe()
     anew = succeeded(cluster.run_workflow("until_export", recipe, options=["--overwrite-cache"]))
     assert anew.tasks("OK") & UNTIL_EXPORT == UNTIL_EXPORT

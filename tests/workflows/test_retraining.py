@@ -1,4 +1,5 @@
-"""Retraining: from the promoted draft, promoted unless it is worse; and the launch plans that do so every night."""
+"""Retraining: from the promoted draft, promoted unless it is worse; and the launch plans that do so every
+night."""
 
 import json
 import os

@@ -1,5 +1,6 @@
-"""Keys and tokens stay where they were given, in the environment and in URLs: a whole run and a failing one leave them in no file
-and in no line of output. A recipe is an input of Flyte's tasks, so what it holds stands where Flyte itself keeps or tells inputs.
+"""Keys and tokens stay where they were given, in the environment and in URLs: a whole run and a failing one
+leave them in no file and in no line of output. A recipe is an input of Flyte's tasks, so what it holds stands
+where Flyte itself keeps or tells inputs.
 """
 
 import os
@@ -51,8 +52,8 @@ def signed(tmp_path: Path) -> Iterator[str]:
 def run(
     path: Path, target: Path, url: str, signature: str = canary("signature"), **blocks: Any
 ) -> subprocess.CompletedProcess[str]:
-    """The chain in a process, all its files at signed URLs. What it writes, temporary files, Decks and caches included, lies
-    below path, the recipe beside it."""
+    """The chain in a process, all its files at signed URLs. What it writes, temporary files, Decks and caches
+    included, lies below path, the recipe beside it."""
     (path / "tmp").mkdir(parents=True)
 
     def place(name: str) -> str:
@@ -181,7 +182,8 @@ PLACE = f"http://user:{canary('password')}@127.0.0.1:9/x.jsonl?{SIGNATURE}={cana
 def test_a_password_in_a_url_is_refused_and_stands_nowhere(
     tmp_path: Path, workplace: Path, tiny_target: Path, inputs: dict[str, Any], key: str
 ) -> None:
-    """A wrong block ends the run before it begins; files and shards are no blocks, and end it at its first look at them."""
+    """A wrong block ends the run before it begins; files and shards are no blocks, and end it at its first
+    look at them."""
     recipe = write_recipe(
         tmp_path / "recipe.yaml", tiny_target, write_prompts(tmp_path / "prompts.jsonl", 0, 4)
     )

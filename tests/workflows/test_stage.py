@@ -121,7 +121,8 @@ def let_fail(monkeypatch: pytest.MonkeyPatch, operation: str, error: Exception) 
 def execute(
     entity: Any, work: Path, inputs: dict[str, Any]
 ) -> errors_pb2.ContainerError | literals_pb2.LiteralMap:
-    """Run a task as its pod does: inputs and outputs in a directory, files in the store. Returns its error or its outputs."""
+    """Run a task as its pod does: inputs and outputs in a directory, files in the store. Returns its error or
+    its outputs."""
     context, interface = FlyteContextManager.current_context(), entity.interface.inputs
     literals = {
         name: TypeEngine.to_literal(

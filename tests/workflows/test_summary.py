@@ -1,4 +1,5 @@
-"""What a run says of itself: settings without secrets, versions, the line on the target's answers, the lines that serve."""
+"""What a run says of itself: settings without secrets, versions, the line on the target's answers, the lines
+that serve."""
 
 import os
 import re

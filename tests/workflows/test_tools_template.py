@@ -1,4 +1,5 @@
-"""The tools template: without tools it writes what SmolLM2's own does, with tools calls that a parser reads."""
+"""The tools template: without tools it writes what SmolLM2's own does, with tools calls that a parser
+reads."""
 
 from pathlib import Path
 from typing import Any

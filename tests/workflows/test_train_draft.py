@@ -1,4 +1,5 @@
-"""The training task around its processes: nothing fetched whole, nothing lost by a kill, faults told apart, curves shown live."""
+"""The training task around its processes: nothing fetched whole, nothing lost by a kill, faults told apart,
+curves shown live."""
 
 import json
 import multiprocessing
@@ -40,7 +41,8 @@ def local_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(tmp_path: Path, shard_dir: str = "", **settings: Any) -> DraftCheckpoint:
-    """The task's function on inputs that only the trainer would read, passed through Flyte's literals as between two pods."""
+    """The task's function on inputs that only the trainer would read, passed through Flyte's literals as
+    between two pods."""
     (tmp_path / "target").mkdir(exist_ok=True)
     (tmp_path / "vocab.safetensors").touch()
     shard = HiddenStateShard(0, FlyteDirectory(shard_dir or str(tmp_path)), 1, 1, 1, 1, [1, 2, 3], "s")

@@ -1,6 +1,7 @@
-"""Removes the local store, all outputs of local runs: `python -m workflows.flyte.clean_store`, or `make clean-cache`.
+"""Remove the local store, all outputs of local runs: `make clean-cache`.
 
-Only a directory in which a store has its own things and nothing else is removed: EAGLE3_STORE may name another by mistake.
+Only a directory that has a store's own directories and nothing else is removed: EAGLE3_STORE may name another
+by mistake.
 """
 
 import shutil
@@ -17,7 +18,7 @@ def clean(root: Path) -> str:
     """Remove the store; says what came of it.
 
     Raises:
-        ValueError: if something lies there that no run has put there; names it.
+        ValueError: if it has something that no run has put there; names it.
     """
     if not root.exists():
         return f"{root} is not there: nothing to remove"

@@ -1,4 +1,5 @@
-"""A fan-out: one node a shard, dealt out to worker slots. A shard that fails for good ends the run; what is finished is kept."""
+"""A fan-out: one node a shard, dealt out to worker slots. A shard that fails for good ends the run; what is
+finished is kept."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

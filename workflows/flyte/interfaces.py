@@ -1,8 +1,9 @@
 """What passes between the stages: frozen dataclasses of files, counts and content digests.
 
-A digest is the artefact's identity in every cache key; its path never is. No unions here: flytekit corrupts them silently.
-A named tuple is several outputs of one task: what is taken out of a dataclass can be handed to one node only, since local runs
-resolve it in place.
+A digest is the artefact's identity in every cache key; its path never is. No unions here: flytekit corrupts
+them silently.
+A named tuple is several outputs of one task: what is taken out of a dataclass can be handed to one node only,
+since local runs resolve it in place.
 """
 
 from dataclasses import dataclass, field
@@ -33,9 +34,10 @@ class ResolvedInputs:
 
     `source_versions`: hub commit or content digest of each of data.sources, then of each of data.excluded.
     `public_name` is the target's name in the export. `regenerate` says whether the target answers the prompts
-    itself; prepare needs to know no more of that stage's settings. `init_from` is the place of the draft that training goes on
-    from and `init_digest` its content, both empty when it starts afresh. `target_config` is the target's config.json; `surveys`
-    and `num_heldout` say what the first rows of prompts, sources and held-out prompts hold, for a plan.
+    itself; prepare needs to know no more of that stage's settings. `init_from` is the URI of the draft that
+    training starts from and `init_digest` its content, both empty when it starts afresh. `target_config` is
+    the target's config.json; `surveys` and `num_heldout` say what the first rows of prompts, sources and
+    held-out prompts hold, for a plan.
     """
 
     prompts_digest: str
@@ -52,8 +54,8 @@ class ResolvedInputs:
 
 
 class Resolved(NamedTuple):
-    """What a run starts from, and the recipe's blocks in the form that cache keys hold: no URIs, nothing of where and how a
-    stage runs."""
+    """What a run starts from, and the recipe's blocks in the form that cache keys hold: no URIs, nothing of
+    where and how a stage runs."""
 
     found: ResolvedInputs
     engine: EngineConfig
@@ -82,8 +84,8 @@ class Target:
 
 @dataclass(frozen=True)
 class TokenShard:
-    """One Parquet file of conversations (eagle3/shards/tokens.py). sources: the names in its rows. accounts: what became of its prompts,
-    once they are answered."""
+    """One Parquet file of conversations (eagle3/shards/tokens.py). sources: the names in its rows. accounts:
+    what became of its prompts, once they are answered."""
 
     index: int
     file: FlyteFile
@@ -97,8 +99,8 @@ class TokenShard:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Training shards in source order, those of tool tasks apart, held-out prompts, and the data report (report.json: rows
-    read, dropped by reason)."""
+    """Training shards in source order, those of tool tasks apart, held-out prompts, and the data report
+    (report.json: rows read, dropped by reason)."""
 
     shards: list[TokenShard]
     tool_tasks: list[TokenShard]
@@ -116,8 +118,8 @@ class TokenShards:
 
 
 class GivenTokenShards(NamedTuple):
-    """Token shards that existed before the run. answered: those without a waiting row. waiting: the others, for the answering
-    stages. data: all of them, for the summary."""
+    """Token shards that existed before the run. answered: those without a waiting row. waiting: the others,
+    for the answering stages. data: all of them, for the summary."""
 
     answered: TokenShards
     waiting: PreparedData
@@ -126,7 +128,8 @@ class GivenTokenShards(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftVocab:
-    """vocab.safetensors (d2t int64 [K], t2d bool [V], counts int64 [V]) and the share of supervised tokens it covers."""
+    """vocab.safetensors (d2t int64 [K], t2d bool [V], counts int64 [V]) and the share of supervised tokens it
+    covers."""
 
     file: FlyteFile
     size: int
@@ -167,7 +170,8 @@ class GivenHiddenStates(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftCheckpoint:
-    """Draft weights with config (draft.json) and metrics.jsonl; the resumable checkpoint goes when training is over."""
+    """Draft weights with config (draft.json) and metrics.jsonl; the resumable checkpoint goes when training
+    is over."""
 
     directory: FlyteDirectory
     digest: str
@@ -183,7 +187,8 @@ class DraftExport:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """evaluation.json with every figure, and the export it measured: when that is gone, so is the measurement."""
+    """evaluation.json with every figure, and the export it measured: when that is gone, so is the
+    measurement."""
 
     file: FlyteFile
     export: FlyteDirectory
@@ -194,8 +199,9 @@ class EvaluationReport:
 
 
 class CurrentDraft(NamedTuple):
-    """What is served before a retraining. recipe: of the retraining, its `train.init_from` that draft for a warm start.
-    number: of its promotion, 0 for none. drafts: itself, or empty. target_digest: of its target, "" for none."""
+    """The draft that is served before a retraining. recipe: the retraining's; for a warm start its
+    `train.init_from` is that draft. number: of its promotion, 0 for none. drafts: that draft, or none.
+    target_digest: of its target, "" for none."""
 
     recipe: Recipe
     number: int
@@ -205,8 +211,8 @@ class CurrentDraft(NamedTuple):
 
 @dataclass(frozen=True)
 class Promotion:
-    """How a retraining ended. promoted: whether the new draft is served now. reason: why, or why not. export: where the draft
-    lies that is served now, "" for none; acceptance_length is the new draft's."""
+    """How a retraining ended. promoted: whether the new draft is served now. reason: why, or why not. export:
+    the draft that is served now, "" for none; acceptance_length is the new draft's."""
 
     promoted: bool
     reason: str

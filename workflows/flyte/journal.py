@@ -1,7 +1,7 @@
 """What ran and what came from the cache in this process: a local run executes every task in one.
 
-A stage is the module of a task: `workflows.tasks.train_draft.train_draft` belongs to stage `train_draft`. Pods keep no
-journal; Flyte's console shows the same.
+A stage is the module of a task: `workflows.tasks.train_draft.train_draft` belongs to stage `train_draft`.
+Pods keep no journal; Flyte's console shows the same.
 """
 
 import threading
@@ -54,7 +54,8 @@ def entries() -> list[Entry]:
 
 
 def by_stage() -> list[dict[str, Any]]:
-    """Name, seconds, executions (`runs`) and cache hits (`cached`) of each stage; a hit's seconds are those of the look-up."""
+    """Name, seconds, executions (`runs`) and cache hits (`cached`) of each stage; a hit's seconds are those
+    of the look-up."""
     summed = []
     for name in STAGES:
         mine = [e for e in entries() if e.stage == name]

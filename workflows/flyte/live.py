@@ -1,6 +1,8 @@
-"""What a long task does while its processes work: publish a live Deck, and for training save checkpoints for the next attempt.
+"""What a long task does while its processes work: publish a live Deck, and for training save checkpoints for
+the next attempt.
 
-Local runs do neither: a Deck has no reader there, and the next attempt finds the directory itself (store.resumable_dir).
+Local runs do neither: a Deck has no reader there, and the next attempt finds the directory itself
+(store.resumable_dir).
 """
 
 import logging
@@ -22,11 +24,12 @@ from workflows.flyte import store
 logger = logging.getLogger("eagle3")
 PUBLISH_EVERY_S = 20.0
 # Between two points of a job's curve.
-LOOK_EVERY_S = 5.0
+POINT_EVERY_S = 5.0
 
 
 class LiveDeck(Deck, ABC):  # type: ignore[misc]
-    """A Deck whose content is drawn whenever it is written: by `show`, and by Flyte when the task has ended."""
+    """A Deck whose content is drawn whenever it is written: by `show`, and by Flyte when the task has
+    ended."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, auto_add_to_deck=not store.is_local())
@@ -38,10 +41,10 @@ class LiveDeck(Deck, ABC):  # type: ignore[misc]
 
     @abstractmethod
     def draw(self) -> str:
-        """The Deck as it stands, as HTML below 1 MB."""
+        """The Deck now, as HTML below 1 MB."""
 
     def show(self) -> None:
-        """Publish, at most every PUBLISH_EVERY_S seconds; where that fails, the work goes on."""
+        """Publish, at most every PUBLISH_EVERY_S seconds; an error of the store does not stop the work."""
         if (
             store.is_local()
             or time.monotonic() - self.published_at < PUBLISH_EVERY_S
@@ -71,7 +74,7 @@ class TrainingDeck(LiveDeck):
 
 
 class JobDeck(LiveDeck):
-    """How far an engine's jobs are, and at the end what came of them.
+    """The progress of an engine's jobs, and their results at the end.
 
     Args:
         title: stage and shard.
@@ -81,37 +84,37 @@ class JobDeck(LiveDeck):
         super().__init__("progress")
         self.title = title
         self.jobs: dict[str, list[Progress]] = {}
-        self.figures: dict[str, str] = {}
+        self.results: dict[str, str] = {}
         self.note = ""
         self.show()
 
     def watch(self, label: str = "") -> Watch:
         """What shows the next job, here and on stderr; the label is the title where there is one job only."""
-        looks = self.jobs.setdefault(label or self.title, [])
-        return Watch(label or self.title, partial(self._take, looks))
+        points = self.jobs.setdefault(label or self.title, [])
+        return Watch(label or self.title, partial(self._take, points))
 
-    def finish(self, figures: dict[str, str], note: str = "") -> None:
-        """Say what came of it, what -> figure; Flyte writes the Deck once more when the task ends."""
-        self.figures, self.note = figures, note
+    def finish(self, results: dict[str, str], note: str = "") -> None:
+        """Show the results, name -> value; Flyte writes the Deck once more when the task ends."""
+        self.results, self.note = results, note
 
-    def _take(self, looks: list[Progress], progress: Progress) -> None:
-        # The last look stands for the present, those before it keep their distance.
-        if len(looks) > 1 and progress.seconds - looks[-2].seconds < LOOK_EVERY_S:
-            looks.pop()
-        looks.append(progress)
+    def _take(self, points: list[Progress], progress: Progress) -> None:
+        # The last point is now; those before it keep their distance.
+        if len(points) > 1 and progress.seconds - points[-2].seconds < POINT_EVERY_S:
+            points.pop()
+        points.append(progress)
         self.show()
 
     def draw(self) -> str:
         from eagle3.reports.live import render_jobs
 
-        return render_jobs(self.title, self.jobs, self.figures, self.note)
+        return render_jobs(self.title, self.jobs, self.results, self.note)
 
 
 class AttemptCheckpoint:
     """The checkpoint file of one attempt, kept in the cluster's storage for the next one.
 
     Args:
-        path: where the trainer writes it, whole or not at all.
+        path: where the trainer writes it atomically.
     """
 
     def __init__(self, path: Path) -> None:
@@ -120,9 +123,10 @@ class AttemptCheckpoint:
         self.store: Checkpoint | None = None if store.is_local() else _attempt_store()
 
     def restore(self) -> None:
-        """Fetch what the previous attempt saved, and save it as this attempt's: the next one looks no further back.
+        """Fetch what the previous attempt saved, and save it as this attempt's: the next one looks no
+        further back.
 
-        Where there is nothing to fetch, training starts afresh; another attempt would find even less.
+        Where there is nothing to fetch, training starts again; another attempt would find even less.
         """
         if self.store is None or not self.store.prev_exists():
             return
@@ -131,13 +135,14 @@ class AttemptCheckpoint:
                 self.store.restore(directory)
                 (Path(directory) / self.path.name).replace(self.path)
             except (FlyteDataNotFoundException, FlyteDownloadDataException, FileNotFoundError) as e:
-                logger.warning("no checkpoint of the previous attempt (%s): training starts afresh", e)
+                logger.warning("no checkpoint of the previous attempt (%s): training starts again", e)
                 return
-        logger.info("going on from the checkpoint of the previous attempt")
+        logger.info("resuming from the checkpoint of the previous attempt")
         self.save()
 
     def save(self) -> None:
-        """Upload the file if it is another than the one uploaded last; one object, so the store replaces it as a whole."""
+        """Upload the file if it is another than the one uploaded last; one object, so the store replaces it
+        as a whole."""
         if self.store is None or not self.path.exists() or state_of(self.path) == self.saved:
             return
         # The trainer may replace the file during the upload: a second name keeps this version.
@@ -161,6 +166,6 @@ def _attempt_store() -> Checkpoint | None:
 
 
 def state_of(path: Path) -> tuple[int, int]:
-    """What tells one version of a file from the next: modification time in ns, size in bytes."""
+    """Identifies a version of a file: modification time in ns, size in bytes."""
     stat = path.stat()
     return stat.st_mtime_ns, stat.st_size

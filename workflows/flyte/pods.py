@@ -1,10 +1,12 @@
-"""What each pod asks for: image, resources, retries, time-out, secrets. A recipe's `resources` replace the quantities.
+"""What each pod asks for: image, resources, retries, time-out, secrets. A recipe's `resources` replace the
+quantities.
 
-Inputs reach a node's resources only inside a `@dynamic`: the fan-outs are such, and `on_pod` makes a thin one around each
-other task that takes resources from the recipe. The tasks themselves, and so their cache keys, know nothing of it.
+Inputs reach a node's resources only inside a `@dynamic`: the fan-outs are such, and `on_pod` makes a thin one
+around each other task that takes resources from the recipe. The tasks themselves, and so their cache keys,
+know nothing of it.
 
-The environment at registration is carried into the pods: a `@dynamic` makes its nodes in one, with the images and
-secrets that are named there.
+The environment at registration is carried into the pods: a `@dynamic` makes its nodes in one, with the images
+and secrets that are named there.
 """
 
 import copy
@@ -101,8 +103,8 @@ CLIENT: dict[str, Any] = {
     "limits": Resources(cpu="8", mem="32Gi", gpu="0", ephemeral_storage="200Gi"),
 }
 
-# One engine replica or one trainer: a whole H200 each. Time-outs are for what hangs: far above what a shard or a
-# training takes.
+# One engine replica or one trainer: a whole H200 each. Time-outs are for what hangs: far above what a shard
+# or a training takes.
 ON_GPU: dict[str, Any] = {
     "container_image": images.GPU,
     "environment": carried_environment(),
@@ -144,10 +146,11 @@ class Pod:
 
 @cache
 def _after_template(task: Any, name: str) -> Any:
-    """A copy of the task for a @dynamic to compile, with pods made after a PodTemplate: labels, tolerations and the like.
+    """A copy of the task for a @dynamic to compile, with pods made after a PodTemplate: labels, tolerations
+    and the like.
 
-    A node's own override would have to be the whole pod, which Propeller takes unchanged (flyteorg/flyte 6463), and which
-    flytekit writes with the package kubernetes only.
+    A node's own override would have to be the whole pod, which Propeller takes unchanged (flyteorg/flyte
+    6463), and which flytekit writes with the package kubernetes only.
     """
     if not name:
         return task
@@ -157,7 +160,8 @@ def _after_template(task: Any, name: str) -> Any:
 
 
 def on_pod(task: Any, pod_for: Callable[[Recipe], Pod]) -> Any:
-    """A @dynamic of the same inputs, named <task>_node, that runs the task on the pod that its input `recipe` asks for."""
+    """A @dynamic of the same inputs, named <task>_node, that runs the task on the pod that its input `recipe`
+    asks for."""
     function = task.task_function
 
     def node(**inputs: Any) -> Any:

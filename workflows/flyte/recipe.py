@@ -1,7 +1,7 @@
 """The one input that all workflows share: `--recipe FILE` reads a YAML file into it.
 
-Flyte may order the fields of a workflow input's attribute differently each time (flyteorg/flyte#6517): so cached tasks take a
-recipe whole, outside their keys, and what is in their keys from resolve_inputs.
+Flyte may order the fields of a workflow input's attribute differently each time (flyteorg/flyte#6517): so
+cached tasks take a recipe whole, outside their keys, and what is in their keys from resolve_inputs.
 """
 
 from pathlib import Path
@@ -48,7 +48,8 @@ class Recipe(RunSettings):
 
 
 class RecipeTransformer(PydanticTransformer):  # type: ignore[misc]
-    """Uploads a recipe's files to the cluster that `--remote` names; flytekit's own leaves files in pydantic models where they are."""
+    """Uploads a recipe's files to the cluster that `--remote` names; flytekit's own leaves files in pydantic
+    models where they are."""
 
     def __init__(self) -> None:
         TypeTransformer.__init__(self, "Recipe", Recipe, enable_type_assertions=False)

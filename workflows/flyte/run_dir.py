@@ -40,7 +40,8 @@ def run_dir(run_name: str) -> Path:
 
 
 def path_for_reader(path: Path) -> str:
-    """How a reader finds a file of a run's directory: its path here; in a pod, which ends, its name in the task's output."""
+    """How a reader finds a file of a run's directory: its path here; in a pod, which ends, its name in the
+    task's output."""
     return str(path) if store.is_local() else path.name
 
 

@@ -59,7 +59,8 @@ def serve_lines(
 
 
 def fetch_line(url: str, directory: str) -> str:
-    """The shell line that copies a directory from any store that fsspec reads, once its package (s3fs, gcsfs) and keys are there."""
+    """The shell line that copies a directory from any store that fsspec reads, once its package (s3fs, gcsfs)
+    and keys are there."""
     copy = (
         f"import fsspec; fs, path = fsspec.url_to_fs({url!r}); "
         f"fs.get(path + '/', {directory + '/'!r}, recursive=True)"

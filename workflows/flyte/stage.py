@@ -1,5 +1,7 @@
-"""The decorators under `@task`: `stage` on every cached one tells the journal, `recoverable` on the others; both mark the faults
-that a new pod may not have."""
+"""The decorators under `@task`: `stage` on every cached task, `recoverable` on the others.
+
+Both mark transient errors as recoverable; `stage` also writes the journal.
+"""
 
 import functools
 import logging
@@ -19,8 +21,8 @@ from workflows.flyte import journal, store
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Whatever keeps `download()` from a file: a refusal too, which cannot be told from a fault, since flytekit asks once more without
-# credentials. A file that is not there is a FlyteDataNotFoundException, a ValueError.
+# A store that fails or refuses: flytekit raises the same for both. A missing file is a
+# FlyteDataNotFoundException, a ValueError.
 TRANSFER_FAULTS = (FlyteDownloadDataException, FlyteUploadDataException)
 MEMORY_HINT = (
     "lower train.pack_tokens for training, engine.max_num_seqs or engine.max_num_batched_tokens for an engine, "
@@ -29,10 +31,11 @@ MEMORY_HINT = (
 
 
 def recoverable(function: Callable[P, R]) -> Callable[P, R]:
-    """In a pod, make faults that pass recoverable: of the store, of connections, of an engine, of a trainer's ranks.
+    """In a pod, make transient errors recoverable: of the store, of connections, of an engine, of a trainer's
+    ranks.
 
-    What would come again passes unchanged: settings and data errors (ValueError), or memory that does not suffice. Beneath
-    `@dynamic` this concerns the function alone: Flyte does not repeat a dynamic task whose nodes have failed.
+    Permanent errors pass unchanged: wrong settings and data (ValueError), too little memory. Under `@dynamic`
+    this covers the function alone: Flyte does not repeat a dynamic task after its nodes have failed.
     """
 
     @functools.wraps(function)
@@ -50,7 +53,7 @@ def recoverable(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _in_store(function: Callable[..., R], result: R) -> R:
-    """In a pod, a task's result with its files uploaded: here, since flytekit does so when the function is over, and there a
+    """In a pod, a task's result with its files uploaded. flytekit uploads them after the function, where a
     store that fails for a FlyteFile fails the task for good."""
     context = FlyteContextManager.current_context()
     state = context.execution_state
@@ -89,7 +92,7 @@ def stage(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _show_log() -> None:
-    """Write what the library tells of its work into the log: a pod's, or a file that takes stderr here."""
+    """Write the library's log records to stderr: a pod's log, or a file here."""
     logger = logging.getLogger("eagle3")
     if not logger.handlers:
         logger.addHandler(_StderrHandler())

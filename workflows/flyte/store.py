@@ -1,9 +1,11 @@
-"""Where outputs lie, and when a local cache entry still counts.
+"""Where outputs are, and when a local cache entry still counts.
 
-Flyte's local cache keeps the paths a task returned and copies nothing. So local outputs go to a persistent store of our own
-(`EAGLE3_STORE`, by default ~/.cache/eagle3), in a new directory for each run of a task: two runs at once never share one. Work
-that can go on after a kill lies in a directory named by its key: training until it is done, hidden states for good.
-A cache entry whose files are gone counts as a miss (flyteorg/flyte#4672). In a pod, outputs go to its working directory.
+Flyte's local cache keeps the paths that a task returned and copies nothing. So local outputs go to a
+persistent store (`EAGLE3_STORE`, by default ~/.cache/eagle3), in a new directory for each run of a task: two
+runs never share one. Work
+that resumes after a kill has a directory named by its key: training until it is done, hidden states for good.
+A cache entry without its files counts as a miss (flyteorg/flyte#4672). In a pod, outputs go to its working
+directory.
 """
 
 import hashlib
@@ -55,24 +57,22 @@ def new_dir(name: str) -> Path:
 
 def root() -> Path:
     """The directory of all local outputs."""
-    place = (
-        (os.environ.get("EAGLE3_STORE") or DEFAULT_STORE)
-        if is_local()
-        else current_context().working_directory
-    )
-    if is_remote(place):
+    if not is_local():
+        return Path(current_context().working_directory).resolve()
+    path = os.environ.get("EAGLE3_STORE") or DEFAULT_STORE
+    if is_remote(path):
         raise ValueError(
-            f"EAGLE3_STORE must be a directory for local runs, got {place}; unset it, or run with --remote"
+            f"EAGLE3_STORE must be a directory for local runs, got {path}; unset it, or run with --remote"
         )
-    return Path(place).expanduser().resolve()
+    return Path(path).expanduser().resolve()
 
 
 @contextmanager
 def resumable_dir(name: str, key: str) -> Iterator[Path]:
-    """Yield a directory in which work of the same key goes on after a kill.
+    """Yield a directory in which work of the same key resumes after a kill.
 
-    Where it may not be shared, the directory is a new one: a second run of the same key at the same time, and every pod. Call
-    `finish` with it when the work is done; what is left unfinished stays for the next run.
+    A second run of the key at the same time, and every pod, get a new directory instead. Call `finish` when
+    the work is done; unfinished work stays for the next run.
     """
     path = root() / f"{name}-{key}.unfinished"
     if not is_local() or (lock := try_lock(f"{path}.lock")) is None:
@@ -88,17 +88,19 @@ def resumable_dir(name: str, key: str) -> Iterator[Path]:
 
 
 def finish(path: Path, name: str) -> Path:
-    """Give a directory of `resumable_dir` the name of a finished output; the next run of its key starts afresh."""
+    """Give a directory of `resumable_dir` the name of a finished output; the next run of its key starts
+    afresh."""
     return path if not path.name.endswith(".unfinished") else path.rename(new_dir(name))
 
 
 @contextmanager
-def keyed_place(name: str, key: str) -> Iterator[str]:
-    """Yield where the output of a key belongs, whoever makes it: a directory here, a URL in the cluster's storage.
+def keyed_uri(name: str, key: str) -> Iterator[str]:
+    """Yield where the output of a key belongs, for every attempt and run: a directory here, a URL in the
+    cluster's storage.
 
-    What an attempt leaves there is there for the next one. Here one process at a time has it, others wait. In a pod it lies
-    beside what Flyte calls the raw output prefix, <configured prefix>/<two characters>/<execution, node and attempt>, without the
-    two last parts, so that another attempt or execution finds it; EAGLE3_STORE, set to a URL, goes before.
+    Here one process at a time has it, others wait. In a pod it is under EAGLE3_STORE if that is a URL, else
+    under Flyte's raw output prefix, <configured prefix>/<two characters>/<execution, node and attempt>,
+    without its last two parts.
     """
     if is_local():
         path = root() / f"{name}-{key}"
@@ -115,7 +117,9 @@ def keyed_place(name: str, key: str) -> Iterator[str]:
         return
     prefix = FlyteContextManager.current_context().file_access.raw_output_prefix
     base = check_uri(os.environ.get("EAGLE3_STORE", ""))
-    yield f"{(base if is_remote(base) else prefix.rstrip('/').rsplit('/', 2)[0]).rstrip('/')}/eagle3/{name}-{key}"
+    if not is_remote(base):
+        base = prefix.rstrip("/").rsplit("/", 2)[0]
+    yield f"{base.rstrip('/')}/eagle3/{name}-{key}"
 
 
 def free_bytes() -> int:
@@ -125,41 +129,41 @@ def free_bytes() -> int:
 
 
 def taken(name: str, key: str) -> int:
-    """Bytes that lie in the local directory of `keyed_place`."""
+    """Bytes in the local directory of `keyed_uri`."""
     return sum(f.stat().st_size for f in (root() / f"{name}-{key}").rglob("*") if f.is_file())
 
 
 def location(output: FlyteDirectory | FlyteFile) -> str:
-    """Where an output lies for good, without fetching it: its address in the cluster's storage, or its local path."""
+    """An output's URL in the cluster's storage, or its local path, without fetching it."""
     return str(output.remote_source or output.path)
 
 
 def fetch(file: FlyteFile) -> str:
     """The local path of a file that a recipe names.
 
-    flytekit calls its copy as the URL ends, with what signs it; one with a query is fetched by ourselves, called by its path.
+    flytekit names its copy after the whole URL; a signed URL is fetched here, and the copy named after its
+    path alone.
 
     Raises:
         ValueError: if it is not there, or its URL carries credentials.
         ConnectionError: where another try may help.
     """
-    place = check_uri(location(file))
-    if redact(place) == place:
+    uri = check_uri(location(file))
+    if redact(uri) == uri:
         return str(file.download())
     out = Path(FlyteContextManager.current_context().file_access.get_random_local_directory()) / base_name(
-        place
+        uri
     )
     try:
-        copy_file(place, out)
+        copy_file(uri, out)
     except FileNotFoundError as e:
-        raise ValueError(
-            f"{redact(place)} is not there, or its signature does not hold any more; give a new URL"
-        ) from e
+        raise ValueError(f"{redact(uri)} is not there, or its signature has expired; give a new URL") from e
     return str(out)
 
 
 def share_credentials() -> None:
-    """Hand the cluster's S3 endpoint and keys, which only flytekit knows, to fsspec in this process and its children."""
+    """Hand the cluster's S3 endpoint and keys, which only flytekit knows, to fsspec in this process and its
+    children."""
     s3 = DataConfig.auto().s3
     names = {
         "AWS_ENDPOINT_URL": s3.endpoint,
@@ -212,7 +216,8 @@ def is_there(path: str) -> bool:
 
 
 def install_cache_guard() -> None:
-    """Make Flyte's local cache forget entries whose files are gone, and tell the journal of each hit. Safe to call again."""
+    """Make Flyte's local cache forget entries whose files are gone, and tell the journal of each hit. Safe to
+    call again."""
     look_up = LocalTaskCache.get
     if getattr(look_up, "guarded", False):
         return

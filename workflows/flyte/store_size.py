@@ -12,13 +12,14 @@ from flytekit.models.literals import LiteralMap
 from eagle3.shards.hidden_states import MANIFEST_NAME
 from workflows.flyte import store
 
-# Outputs have twelve digits of their own behind the stage's name, places that a key names (store.keyed_place) a digest.
+# After the stage's name, outputs have twelve random digits, directories of a key (store.keyed_uri) a digest.
 OUTPUT, KEYED = re.compile(r"(.+)-[0-9a-f]{12}"), re.compile(r"(.+)-[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
 class Held:
-    """One directory of the store. kind: unfinished, unused (no cache entry leads there), or "" for what reruns take."""
+    """One directory of the store. kind: unfinished, unused (no cache entry leads there), or "" for what
+    reruns take."""
 
     stage: str
     size_bytes: int
@@ -52,7 +53,7 @@ def _kind(path: Path, is_used: bool) -> str:
     if path.name.endswith(".unfinished"):
         return "unfinished"
     if KEYED.fullmatch(path.name):
-        # Hidden states stay where their key says. Answers are kept beside the shards that they went into.
+        # Hidden states stay in the directory of their key; answers are kept next to the shards made of them.
         holds_states = any(path.glob("chunk-*"))
         return "unfinished" if holds_states and not (path / MANIFEST_NAME).exists() else ""
     return "" if is_used else "unused"
@@ -92,7 +93,7 @@ def render(root: Path, held: list[Held]) -> str:
     lines += [
         "",
         f"{'total':<28}{size(lambda h: True)}   what make clean-cache frees",
-        f"{'of it unfinished work':<28}{size(lambda h: h.kind == 'unfinished')}   the next run goes on from it",
+        f"{'of it unfinished work':<28}{size(lambda h: h.kind == 'unfinished')}   the next run resumes it",
         f"{'of it in no cache entry':<28}{size(lambda h: h.kind == 'unused')}   of failed or newer runs: no rerun takes it",
     ]
     return "\n".join(lines)

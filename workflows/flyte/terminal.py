@@ -66,7 +66,8 @@ def dropped_text(report: dict[str, Any]) -> str:
 
 
 def answers_text(answers: dict[str, Any]) -> str:
-    """What became of the user turns that the target was asked to answer (eagle3.reports.data.answer_statistics), in one line."""
+    """What became of the user turns that the target was asked to answer
+    (eagle3.reports.data.answer_statistics), in one line."""
     from eagle3.reports.data import is_limit_low
 
     if not answers:

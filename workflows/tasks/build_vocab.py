@@ -1,4 +1,4 @@
-"""vocab: which target tokens the draft can say."""
+"""vocab: the target tokens that the draft can propose."""
 
 import json
 import logging
@@ -28,14 +28,15 @@ def build_vocab(
     init_from: str,
     init_digest: str,
 ) -> DraftVocab:
-    """Take the most frequent tokens, or keep the vocabulary of the draft that training goes on from."""
+    """Take the most frequent tokens, or keep the vocabulary of the draft that training starts from."""
     from eagle3.draft.initial import check_initial, fetch_initial
     from eagle3.draft.speculators import read_config, read_target_ids
     from eagle3.shards.tokens import read_token_shard
     from eagle3.targets.properties import end_of_turn_ids
     from eagle3.vocab import build_vocab, count_tokens, keep_vocab, save_vocab
 
-    target_dir, out = Path(target.directory.download()), store.new_dir("build_vocab")
+    target_dir = Path(target.directory.download())
+    out = store.new_dir("build_vocab")
     counts = count_tokens(
         (row for shard in shards.shards for row in read_token_shard(shard.file.download())), target.vocab_size
     )

@@ -1,4 +1,4 @@
-"""What the rows of a run are, for its report pages: figures, samples and token counts by source."""
+"""Describe the rows of a run for its report pages: statistics, samples and token counts by source."""
 
 from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory

@@ -31,7 +31,7 @@ def evaluate_draft(
 
     path = store.new_dir("evaluate_draft") / "evaluation.json"
     deck = JobDeck("evaluate")
-    figures = benchmark.evaluate(
+    measured = benchmark.evaluate(
         target.directory.download(),
         draft.directory.download(),
         heldout.file.download(),
@@ -41,19 +41,19 @@ def evaluate_draft(
         tensor_parallel_size=recipe.fanout.tensor_parallel_size,
         watch=deck.watch,
     )
-    deck.finish(_figures(figures))
+    deck.finish(_statistics(measured))
     return EvaluationReport(
         file=FlyteFile(str(path)),
         export=draft.directory,
-        acceptance_length=figures["acceptance_length"],
-        trainer_acceptance_length=figures["trainer_acceptance_length"],
-        outputs_identical=figures["outputs_identical"],
-        acceptance_by_position=figures["acceptance_by_position"],
+        acceptance_length=measured["acceptance_length"],
+        trainer_acceptance_length=measured["trainer_acceptance_length"],
+        outputs_identical=measured["outputs_identical"],
+        acceptance_by_position=measured["acceptance_by_position"],
     )
 
 
-def _figures(found: dict[str, Any]) -> dict[str, str]:
-    """What the Deck says of a finished evaluation."""
+def _statistics(found: dict[str, Any]) -> dict[str, str]:
+    """What the Deck shows of a finished evaluation."""
     speed = found["tokens_per_s"]
     return {
         "acceptance length": f"{found['acceptance_length']:.3f}",

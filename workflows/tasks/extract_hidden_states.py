@@ -1,7 +1,7 @@
 """extract: the engine's hidden states for every token, one engine task a shard."""
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from flytekit import Cache, dynamic, task
 from flytekit.types.directory import FlyteDirectory
@@ -30,7 +30,8 @@ def extract_shard(
     extract: ExtractConfig,
     tensor_parallel_size: int,
 ) -> HiddenStateShard:
-    """Capture one shard where its key says it belongs: a retry or another run goes on behind the last finished chunk."""
+    """Capture one shard into the directory of its key: a retry or another run resumes after the last finished
+    chunk."""
     from eagle3.engine.engine import capture
     from eagle3.engine.interface import EngineSettings
     from eagle3.targets.properties import aux_layer_ids
@@ -39,7 +40,7 @@ def extract_shard(
     layer_ids = aux_layer_ids(extract.layer_ids, target.num_layers)
     info = {"target": target.name, "target_revision": target.revision, "target_digest": target_digest}
     deck = JobDeck(f"extract shard {shard.index}")
-    with store.keyed_place(NAME, _key(shard_digest, target_digest, engine, extract)) as out:
+    with store.keyed_uri(NAME, _key(shard_digest, target_digest, engine, extract)) as out:
         settings = EngineSettings.from_dirs(
             target.directory.download(),
             engine,
@@ -47,7 +48,7 @@ def extract_shard(
             tensor_parallel_size=tensor_parallel_size,
         )
         manifest = capture(settings, shard.file.download(), out, extract, info, deck.watch())
-    deck.finish(_figures(manifest))
+    deck.finish(_statistics(manifest))
     return HiddenStateShard(
         index=shard.index,
         directory=FlyteDirectory(out),
@@ -60,8 +61,8 @@ def extract_shard(
     )
 
 
-def _figures(manifest: dict[str, Any]) -> dict[str, str]:
-    """What the Deck says of a finished shard."""
+def _statistics(manifest: dict[str, Any]) -> dict[str, str]:
+    """What the Deck shows of a finished shard."""
     return {
         **{name.replace("_", " "): f"{manifest[name]:,}" for name in ("rows", "tokens", "supervised_tokens")},
         "GB of states": f"{manifest['bytes'] / 1e9:.3f}",
@@ -107,11 +108,12 @@ def extract_hidden_states(shards: TokenShards, target: Target, recipe: Recipe) -
         )
 
     captured = fan_out(shards.shards, recipe.fanout.replicas, start)
-    return cast(HiddenStateShards, gather_hidden_states(shards=captured))
+    return gather_hidden_states(shards=captured)
 
 
 def check_room(shards: TokenShards, target: Target, recipe: Recipe) -> None:
-    """Print how many bytes the states take; locally, refuse what does not fit on the disk next to finished captures."""
+    """Print how many bytes the states take; locally, refuse what does not fit on the disk next to finished
+    captures."""
     from eagle3.shards.hidden_states import hidden_state_bytes
     from eagle3.targets.properties import aux_layer_ids
 

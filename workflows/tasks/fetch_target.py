@@ -1,4 +1,4 @@
-"""The target as one directory: config, tokenizer, safetensors; or without its weights, where they are not needed."""
+"""The target as one directory: config, tokenizer and safetensors, or all but the weights."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,5 @@
-"""The end of a run that stops early: where its shards lie, in the terminal and as a listing from which another run starts."""
+"""The end of a run that stops early: list its shards, in the terminal and in a file from which another run
+starts."""
 
 from typing import Any
 
@@ -18,9 +19,8 @@ from workflows.tasks.take_shards import identity
 @recoverable
 def list_token_shards(recipe: Recipe, target: Target, shards: TokenShards) -> tuple[TokenShards, FlyteFile]:
     """Write token_shards.json: into runs/<run_name> here, into the cluster's storage in a pod."""
-    return shards, _list(
-        recipe.run_name, "token_shards", target, [_entry(s, store.location(s.file)) for s in shards.shards]
-    )
+    entries = [_entry(shard, store.location(shard.file)) for shard in shards.shards]
+    return shards, _list(recipe.run_name, "token_shards", target, entries)
 
 
 @task(**LIGHT)
@@ -29,29 +29,27 @@ def list_hidden_states(
     recipe: Recipe, target: Target, states: HiddenStateShards
 ) -> tuple[HiddenStateShards, FlyteFile]:
     """Write hidden_states.json: into runs/<run_name> here, into the cluster's storage in a pod."""
-    return states, _list(
-        recipe.run_name,
-        "hidden_states",
-        target,
-        [_entry(s, store.location(s.directory)) for s in states.shards],
-    )
+    entries = [_entry(shard, store.location(shard.directory)) for shard in states.shards]
+    return states, _list(recipe.run_name, "hidden_states", target, entries)
 
 
-def _entry(shard: TokenShard | HiddenStateShard, place: str) -> dict[str, Any]:
+def _entry(shard: TokenShard | HiddenStateShard, uri: str) -> dict[str, Any]:
     counts = {name: getattr(shard, name) for name in ("rows", "tokens", "supervised_tokens")}
-    return {"place": place, **counts, "digest": shard.digest}
+    return {"place": uri, **counts, "digest": shard.digest}
 
 
 def _list(run_name: str, kind: str, target: Target, shards: list[dict[str, Any]]) -> FlyteFile:
     from eagle3.shards.existing import listing
 
-    text, name = listing(kind, identity(target), shards), f"{kind}.json"
+    text = listing(kind, identity(target), shards)
+    name = f"{kind}.json"
     if store.is_local():
         path = run_dir(run_name) / name
         write_text(path, text)
         made = FlyteFile(str(path))
     else:
-        # Stored by the task itself, so that the log can say where: what flytekit uploads gets its name when the task is over.
+        # Stored by the task itself, so that the log can say where: what flytekit uploads gets its name when
+        # the task is over.
         made = FlyteFile.new_remote_file(name)
         with made.open("w") as file:
             file.write(text)

@@ -1,4 +1,5 @@
-"""plan: a run's rows, bytes and hours before it runs. What a run would refuse, resolve_inputs has refused before."""
+"""plan: a run's rows, bytes and hours before it runs. What a run would refuse, resolve_inputs has refused
+before."""
 
 import json
 from html import escape
@@ -17,7 +18,8 @@ from workflows.flyte.stage import recoverable
 @task(**LIGHT, **DECK)
 @recoverable
 def plan_run(recipe: Recipe, found: ResolvedInputs) -> FlyteFile:
-    """Print the plan and write plan.json: into runs/<run_name> here, into an output directory with a Deck in a pod."""
+    """Print the plan and write plan.json: into runs/<run_name> here, into an output directory with a Deck in
+    a pod."""
     from eagle3.planning.plan import make_plan, render_text
     from eagle3.planning.workload import workload
     from eagle3.reports.parts import document

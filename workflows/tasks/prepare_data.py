@@ -3,7 +3,6 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
 
 from flytekit import Cache, Deck, dynamic, task
 from flytekit.types.directory import FlyteDirectory
@@ -33,7 +32,8 @@ def prepare_data(
     regenerate: bool,
     recipe: Recipe,
 ) -> PreparedData:
-    """Tokenize all rows; with `regenerate` they are prompts that wait for the target, else their own answers are trained on.
+    """Tokenize all rows; with `regenerate` they are prompts that wait for the target, else their own answers
+    are trained on.
 
     The cache key has `data`, without URIs, and `source_versions`, of data.sources and then of data.excluded;
     `recipe.data` has the URIs.
@@ -74,7 +74,8 @@ prepare_data_node = on_pod(prepare_data, data_pod)
 @dynamic(**DYNAMIC)
 @recoverable
 def report_data(data: PreparedData, target: Target, init_from: str, recipe: Recipe) -> PreparedData:
-    """Show what was prepared. Rows with answers are counted by token, so that the draft vocabulary can be judged."""
+    """Show what was prepared. Rows with answers are counted by token, so that the draft vocabulary can be
+    judged."""
     answered = [shard for shard in [*data.shards, *data.tool_tasks] if shard.supervised_tokens]
     described = None
     if answered and not init_from:
@@ -82,8 +83,7 @@ def report_data(data: PreparedData, target: Target, init_from: str, recipe: Reci
         described = describe_rows(
             shards=shards, shards_digest=shards.digest, target=target, target_digest=target.digest
         )
-    shown = show_data(data=data, described=described, init_from=init_from, recipe=recipe)
-    return cast(PreparedData, shown)
+    return show_data(data=data, described=described, init_from=init_from, recipe=recipe)
 
 
 @task(**LIGHT, **DECK)
@@ -91,7 +91,8 @@ def report_data(data: PreparedData, target: Target, init_from: str, recipe: Reci
 def show_data(
     data: PreparedData, described: FlyteDirectory | None, init_from: str, recipe: Recipe
 ) -> PreparedData:
-    """Write data.html and data.json: into runs/<run_name> here, into an output directory with a Deck in a pod."""
+    """Write data.html and data.json: into runs/<run_name> here, into an output directory with a Deck in a
+    pod."""
     from eagle3.data.describe import measure_coverage, read_description
     from eagle3.vocab import most_frequent
 

@@ -1,4 +1,4 @@
-"""promote: the new draft is served from now on, unless it is worse than the one before on the same held-out prompts."""
+"""promote: serve the new draft, unless it is worse than the current one on the same held-out prompts."""
 
 from typing import Any
 
@@ -28,8 +28,8 @@ from workflows.flyte.stage import recoverable
 def find_current_draft(
     recipe: Recipe, promote: PromoteConfig, prompts: str, heldout: str, run_name: str
 ) -> CurrentDraft:
-    """Which draft is served now? Never cached: another run may have promoted one. prompts, heldout and run_name replace the
-    recipe's unless empty.
+    """Which draft is served now? Never cached: another run may have promoted one. prompts, heldout and
+    run_name replace the recipe's unless empty.
 
     Raises:
         ValueError: if what names the draft is broken, or promote.place ends with the pod.
@@ -61,7 +61,8 @@ def find_current_draft(
 @task(**LIGHT)
 @recoverable
 def check_current_draft(made_for: str, target: Target) -> Target:
-    """Refuse, before the engine starts, a place that keeps drafts for another target; hands the target on to what follows."""
+    """Refuse, before the engine starts, a promote.place with drafts for another target; returns the target,
+    so that the rest waits for this."""
     if made_for and made_for != target.digest:
         raise ValueError(
             f"the promoted draft must be for this run's target {target.name}, digest {target.digest}, got {made_for}; "
@@ -73,8 +74,8 @@ def check_current_draft(made_for: str, target: Target) -> Target:
 @task(**LIGHT)
 @recoverable
 def choose_opponent(current: list[DraftExport], draft: DraftExport, report: EvaluationReport) -> DraftExport:
-    """What the new draft is compared with: the current one, measured on this run's held-out prompts, since last time's may have
-    been others. Where there is none it is the new draft itself, whose report, by now, comes from the cache."""
+    """What the new draft is compared with: the current draft, measured on this run's held-out prompts.
+    Without one it is the new draft itself, whose report is in the cache by now."""
     return current[0] if current else draft
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from flytekit import Cache, dynamic, task
 from flytekit.types.file import FlyteFile
@@ -37,7 +37,8 @@ def regenerate_shard(
 ) -> TokenShard:
     """Answer the waiting conversations of one shard; the others keep the answers that they came with.
 
-    Answers are stored as they come, in a directory named by everything that decides them: another attempt asks for the rest.
+    Answers are stored as they come, in a directory named by everything that decides them: another attempt
+    asks for the rest.
     """
     from eagle3.engine import engine as target_engine
     from eagle3.engine.interface import EngineSettings
@@ -51,7 +52,7 @@ def regenerate_shard(
     keyed = [engine.model_dump_json(), regenerate.model_dump_json()]
     key = store.digest_of_digests([CACHE.version, shard_digest, target_digest, *keyed])
     deck = JobDeck(f"regenerate shard {shard.index}")
-    with store.keyed_place(NAME, key) as log_uri:
+    with store.keyed_uri(NAME, key) as log_uri:
         settings = EngineSettings.from_dirs(
             target.directory.download(),
             engine,
@@ -83,7 +84,7 @@ def regenerate_responses(data: PreparedData, target: Target, recipe: Recipe) -> 
     # Tool tasks follow the chats: each prepared list counts its own shards from 0.
     shards = [replace(shard, index=i) for i, shard in enumerate([*data.shards, *data.tool_tasks])]
     if not recipe.regenerate.enabled:
-        return cast(TokenShards, gather_token_shards(shards=shards))
+        return gather_token_shards(shards=shards)
     pod = answering_pod(recipe)
     urls = recipe.fanout.server_urls
 
@@ -101,4 +102,4 @@ def regenerate_responses(data: PreparedData, target: Target, recipe: Recipe) -> 
         )
 
     answered = fan_out(shards, len(urls) or recipe.fanout.replicas, start)
-    return cast(TokenShards, gather_token_shards(shards=answered))
+    return gather_token_shards(shards=answered)

@@ -1,7 +1,8 @@
-"""The first node of every run: resolve files and names to versions, and refuse what a later stage would refuse.
+"""The first node of every run: resolve files and names to versions, and refuse what a later stage would
+refuse.
 
-Neither task is cached: a branch may have moved, a file may have grown, since the last run. It takes seconds, fetches
-no weights and needs no GPU (eagle3/planning/preflight.py says what is checked).
+Neither task is cached: a branch may have moved, a file may have grown, since the last run. It takes seconds,
+fetches no weights and needs no GPU (eagle3/planning/preflight.py says what is checked).
 """
 
 import json

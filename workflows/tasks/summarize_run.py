@@ -53,7 +53,8 @@ def summarize_run(
     draft: DraftExport,
     evaluation: EvaluationReport,
 ) -> FlyteDirectory:
-    """Write summary.json, report.html, data.html and data.json: into runs/<run_name> here, an output directory in a pod."""
+    """Write summary.json, report.html, data.html and data.json: into runs/<run_name> here, an output
+    directory in a pod."""
     from eagle3.reports.run import render_html
 
     out = run_dir(recipe.run_name)
@@ -122,7 +123,8 @@ def _metrics(uri: str) -> list[dict[str, Any]]:
 
 
 def hub_target(target: TargetConfig, model: Target) -> tuple[str, str]:
-    """Hub id and commit of exactly the target that was evaluated; none for one with another chat template, or from elsewhere."""
+    """Hub id and commit of exactly the target that was evaluated; none for one with another chat template, or
+    from elsewhere."""
     from eagle3.targets.resolve import target_kind
 
     is_hub = not target.chat_template and target_kind(target.name) == "hub"
@@ -132,7 +134,8 @@ def hub_target(target: TargetConfig, model: Target) -> tuple[str, str]:
 def _data_report(
     prepared: PreparedData, rows: TokenShards, described: FlyteDirectory, draft_vocab: DraftVocab
 ) -> dict[str, Any]:
-    """What prepare tells of the sources, with the rows that came of them, the vocabulary's coverage, the answers' accounts."""
+    """The data report of prepare with statistics of the rows trained on, the vocabulary's coverage, and the
+    answers' outcomes."""
     from eagle3.data.describe import measure_coverage, read_description
     from eagle3.reports.data import answer_statistics
     from eagle3.vocab import load_vocab
@@ -148,7 +151,8 @@ def _data_report(
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, this package and its libraries in this process; what is not installed is left out."""
+    """Versions of Python, this package and its libraries in this process; what is not installed is left
+    out."""
     found = {name: _version(name) for name in DISTRIBUTIONS}
     installed = {name: number for name, number in found.items() if number}
     return {"python": platform.python_version(), "eagle3-flyte": _own_version()} | installed
@@ -168,7 +172,8 @@ def _version(distribution: str) -> str:
 
 
 def settings(recipe: RunSettings) -> dict[str, dict[str, Any]]:
-    """The recipe's blocks with their defaults, but for resources; URLs lose user, password and query, which may be secrets."""
+    """The recipe's blocks with their defaults, but for resources; URLs lose user, password and query, which
+    may be secrets."""
     blocks = set(RunSettings.model_fields) - {"resources"}
     return {name: _public(block) for name, block in recipe.model_dump(include=blocks).items()}
 
@@ -182,7 +187,7 @@ def _public(value: Any) -> Any:
 
 
 def _capture_versions(states: HiddenStateShards) -> dict[str, str]:
-    """What captured the first shard: in a cluster another image than the one this task runs in, or somebody's server."""
+    """Versions of the engine that captured the first shard: in a cluster, those of another image."""
     store.share_credentials()
     with fsspec.open(f"{store.location(states.shards[0].directory)}/manifest.json") as f:
         info = json.load(f)["info"]

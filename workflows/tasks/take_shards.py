@@ -1,11 +1,11 @@
-"""Shards that existed before the run, taken in: counts and digests come from the files themselves, wrong ones are refused.
+"""Take shards that existed before the run: counts and digests come from the files themselves, wrong ones are
+refused.
 
-Never cached: a file may have changed since the last run. What follows is cached by the digests found here.
+Never cached: a file may have changed since the last run. Later stages are cached by the digests found here.
 """
 
 import json
 from dataclasses import asdict
-from typing import Any
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -33,10 +33,10 @@ from workflows.flyte.stage import recoverable
 def take_token_shards(
     places: list[str], heldout: TokenShard, target: Target, recipe: Recipe
 ) -> GivenTokenShards:
-    """Tell answered shards from those that wait.
+    """Separate answered shards from those that wait.
 
     Raises:
-        ValueError: on shards that do not fit, or wait where nobody is to answer them.
+        ValueError: on shards that do not fit, or that wait while regeneration is off.
     """
     from eagle3.shards.existing import find_token_shards
     from eagle3.shards.tokens import read_token_shard
@@ -67,7 +67,8 @@ def take_token_shards(
 def take_hidden_states(
     places: list[str], heldout: TokenShard, target: Target, recipe: Recipe
 ) -> GivenHiddenStates:
-    """Read manifests, and token ids and masks of the chunks, which become token shards again: the vocabulary is chosen by them.
+    """Read manifests, and write token ids and masks of the chunks as token shards: the vocabulary is chosen
+    by them.
 
     Raises:
         ValueError: on shards that do not fit.
@@ -79,16 +80,22 @@ def take_hidden_states(
     store.share_credentials()
     layer_ids = aux_layer_ids(recipe.extract.layer_ids, target.num_layers)
     heldout_rows = read_token_shard(heldout.file.download())
-    out, states, rows = store.new_dir("take_hidden_states"), [], []
-    for i, found in enumerate(
-        find_hidden_states(places, identity(target), layer_ids, target.vocab_size, heldout_rows)
-    ):
-        said = found.manifest
-        counts = {name: said[name] for name in ("rows", "tokens", "supervised_tokens")}
-        directory = FlyteDirectory(found.uri)
+    out = store.new_dir("take_hidden_states")
+    states = []
+    rows = []
+    found_shards = find_hidden_states(places, identity(target), layer_ids, target.vocab_size, heldout_rows)
+    for i, found in enumerate(found_shards):
+        manifest = found.manifest
         states.append(
             HiddenStateShard(
-                i, directory, size_bytes=said["bytes"], layer_ids=layer_ids, digest=said["digest"], **counts
+                index=i,
+                directory=FlyteDirectory(found.uri),
+                rows=manifest["rows"],
+                tokens=manifest["tokens"],
+                supervised_tokens=manifest["supervised_tokens"],
+                size_bytes=manifest["bytes"],
+                layer_ids=layer_ids,
+                digest=manifest["digest"],
             )
         )
         path = out / f"shard-{i:05d}.parquet"
@@ -104,12 +111,12 @@ def take_hidden_states(
 @task(**LIGHT)
 @recoverable
 def join_token_shards(answered: TokenShards, made: TokenShards) -> TokenShards:
-    """The shards that had their answers, and behind them those that got them now."""
+    """The shards that had their answers, then those that got them now."""
     return _token_shards([*answered.shards, *made.shards], made.accounts)
 
 
 def identity(target: Target) -> dict[str, str]:
-    """What tells one target from another."""
+    """Name, revision and digest."""
     return {"name": target.name, "revision": target.revision, "digest": target.digest}
 
 
@@ -120,16 +127,18 @@ def _token_shards(shards: list[TokenShard], accounts: dict[str, int] | None = No
 def _report(shards: list[TokenShard], heldout: TokenShard) -> FlyteFile:
     """The data report of a run that prepared nothing but its held-out prompts."""
     rows = sum(shard.rows for shard in shards)
-    figures: dict[str, Any] = {"rows_read": rows, "rows_kept": rows, "dropped": {}, "truncated": 0}
-    figures |= {
-        name: sum(getattr(shard, name) for shard in shards) for name in ("tokens", "supervised_tokens")
-    }
-    figures |= {
+    report = {
+        "rows_read": rows,
+        "rows_kept": rows,
+        "dropped": {},
+        "truncated": 0,
+        "tokens": sum(shard.tokens for shard in shards),
+        "supervised_tokens": sum(shard.supervised_tokens for shard in shards),
         "sources": {},
         "heldout": {},
         "prompts": {"train": rows, "heldout": heldout.rows},
         "samples": [],
     }
     path = store.new_dir("given_data") / "report.json"
-    path.write_text(json.dumps(figures, indent=1))
+    path.write_text(json.dumps(report, indent=1))
     return FlyteFile(str(path))
