@@ -47,22 +47,28 @@ def test_a_target_in_the_clusters_store_is_read_by_its_pods(answered: Run) -> No
 
 
 @pytest.fixture(scope="module")
-def listing(answered: Run) -> str:
+def stopped(cluster: Cluster, first: Run) -> Run:
+    """The first run's answers again, for their listing."""
+    return succeeded(cluster.run_workflow("until_regenerate", cluster.recipe()))
+
+
+@pytest.fixture(scope="module")
+def listing(stopped: Run) -> str:
     """The URL of the answered shards' listing, as the pod's log says it."""
-    (node,) = {entry.node for entry in answered.entries if entry.task == "list_token_shards"}
-    said = re.search(r"token_shards: 2, listed in (\S+)", answered.log(node, attempt=0))
+    (node,) = {entry.node for entry in stopped.entries if entry.task == "list_token_shards"}
+    said = re.search(r"token_shards: 2, listed in (\S+)", stopped.log(node, attempt=0))
     assert said is not None
     return said[1]
 
 
-def test_a_listing_is_an_output_at_the_url_that_the_log_says(answered: Run, listing: str) -> None:
-    store = answered.plane.store
-    outputs = store.read_message(f"{answered.metadata_of('list_token_shards')}/0/outputs.pb", LiteralMap)
+def test_a_listing_is_an_output_at_the_url_that_the_log_says(stopped: Run, listing: str) -> None:
+    store = stopped.plane.store
+    outputs = store.read_message(f"{stopped.metadata_of('list_token_shards')}/0/outputs.pb", LiteralMap)
     assert outputs is not None
     assert outputs.literals["o1"].scalar.blob.uri == listing
     assert listing.startswith("s3://flyte/")
     content = json.loads(store.read(listing) or b"")
-    made = answered.output("list_token_shards")["shards"]
+    made = stopped.output("list_token_shards")["shards"]
     assert [shard["digest"] for shard in content["shards"]] == [shard["digest"] for shard in made]
     assert [shard["place"] for shard in content["shards"]] == [shard["file"]["path"] for shard in made]
 
