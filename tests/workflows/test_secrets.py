@@ -3,6 +3,7 @@ leave them in no file and in no line of output. A recipe is an input of Flyte's 
 where Flyte itself keeps or tells inputs.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -174,28 +175,31 @@ PLACE = f"http://user:{canary('password')}@127.0.0.1:9/x.jsonl?{SIGNATURE}={cana
         ({"train": {"init_from": PLACE}}, "train.init_from"),
         ({"fanout": {"server_urls": [PLACE]}}, "fanout.server_urls.0"),
         ({"promote": {"place": PLACE}}, "promote.place"),
-        ({"prompts": PLACE}, ""),
-        ({"heldout": PLACE}, ""),
+        ({"prompts": PLACE}, "prompts"),
+        ({"heldout": PLACE}, "heldout"),
         ({"shards": [PLACE]}, ""),
     ],
 )
 def test_a_password_in_a_url_is_refused_and_stands_nowhere(
     tmp_path: Path, workplace: Path, tiny_target: Path, inputs: dict[str, Any], key: str
 ) -> None:
-    """A wrong block ends the run before it begins; files and shards are no blocks, and end it at its first
-    look at them."""
+    """A wrong recipe ends the run before it begins; wrong shards when they are first read."""
     recipe = write_recipe(
         tmp_path / "recipe.yaml", tiny_target, write_prompts(tmp_path / "prompts.jsonl", 0, 4)
     )
     given = yaml.safe_load(recipe.read_text())
+    more: list[str] = []
     for name, value in inputs.items():
+        if name in ("promote", "shards"):
+            more = [f"--{name}", json.dumps(value)]
+            continue
         given[name] = given.get(name, {}) | value if isinstance(value, dict) else value
     recipe.write_text(yaml.safe_dump(given))
     file, workflow = {
         "promote": ("retrain_eagle3.py", "retrain_eagle3"),
         "shards": ("train_eagle3.py", "train_from_shards"),
     }.get(next(iter(inputs)), ("train_eagle3.py", "train_eagle3"))
-    result = pyflyte_run(recipe, file, workflow)
+    result = pyflyte_run(recipe, file, workflow, more)
     assert result.exit_code != 0
     said = " ".join(result.output.split())
     assert f"{key}: a URL must carry no user".removeprefix(": ") in said.replace("│ ", "")
