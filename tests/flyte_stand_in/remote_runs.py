@@ -57,12 +57,12 @@ class Run:
         (found,) = {(entry.execution, entry.node) for entry in self.entries if entry.task == task}
         return "metadata/{}/{}/data".format(*found)
 
-    def output(self, task: str) -> dict[str, Any]:
-        """The dataclass that a task's only node returned."""
+    def output(self, task: str, name: str = "o0") -> dict[str, Any]:
+        """The dataclass that a task's only node returned, or of several outputs the one with this name."""
         attempt = sum(entry.task == task and entry.state.startswith("ATTEMPT") for entry in self.entries)
         outputs = self.plane.store.read_message(f"{self.metadata_of(task)}/{attempt}/outputs.pb", LiteralMap)
         assert outputs is not None
-        return as_dict(outputs.literals["o0"])
+        return as_dict(outputs.literals[name])
 
     def result_literal(self) -> Literal:
         """The output of the workflow."""

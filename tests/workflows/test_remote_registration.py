@@ -169,7 +169,7 @@ def test_the_shipped_plan_trains_from_the_promoted_draft_and_promotes(
     assert asked.exit_code == 0, (asked.output, asked.exception)
     assert all(name in asked.output for name in ("--prompts", "--heldout", "--run_name"))
     run = succeeded(registered.pyflyte_run("remote-launchplan", "retraining", "--run_name", "tonight"))
-    assert run.output("resolve_inputs")["init_from"] == current["export"]
+    assert run.output("resolve_inputs", "found")["init_from"] == current["export"]
     made_anew = {"build_vocab", "train_draft", "export_draft", "evaluate_draft"}
     assert run.tasks("OK").keys() - UNCACHED.keys() - PROMOTING == made_anew
     assert run.tasks("CACHE_HIT")["evaluate_draft"] == 1  # of the draft before
