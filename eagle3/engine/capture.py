@@ -1,12 +1,14 @@
-"""Captures one token shard: drives vLLM with bounded memory, checks what came back and hands it to the shard's writer.
+"""Captures one token shard: checks what the engine returns, writes it, and drives vLLM with bounded memory.
 
-The engine fills its cache with the wanted layers' states (vLLM's `extract_hidden_states`), the connector puts a finished row's
-states on a queue, a thread here takes them off, checks and passes them on, and lets the next rows in. Each request generates one
-token: the target's own choice after the row's last token, for which the captured last state must give the same argmax.
+vLLM fills its cache with the wanted layers' states (`extract_hidden_states`), the connector puts a finished
+row's states on a queue, and a thread takes them off, checks and passes them on, and lets the next rows in.
+Each request generates one token: the target's greedy token after the row, for which the captured last state
+must give the same argmax.
 """
 
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,26 +22,29 @@ from eagle3.shards.tokens import TokenRow
 from eagle3.shards.writer import HiddenStateWriter
 from eagle3.targets.weights import TargetTensors, load_target_tensors
 
-# Host memory of states that are computed or on their way and not yet taken by the writer. One 8B-model row of 4,096 tokens is
-# 134 MB in bfloat16.
+# Host memory of states that are computed and not yet taken by the writer. One row of 4,096 tokens of an 8B
+# model has 134 MB in bfloat16.
 IN_FLIGHT_BYTES = 1 << 30
-# Rows of a chunk whose next token is checked; their head product costs seconds even for a 150k vocabulary.
+# Rows of a chunk whose next token is checked; their head product takes seconds even for a 150k vocabulary.
 CHECKED_ROWS = 64
 MIN_AGREEMENT = 0.99
-# Logits closer than this share of the largest are a tie: what one rounding of the engine's head output can swap.
+# Logits closer than this share of the largest are a tie: one rounding of the engine's head output can swap
+# them.
 TIE = {"float32": 1e-4, "bfloat16": 2**-6, "float16": 2**-9}
-# An idle engine hands states over within milliseconds; a row whose states are lost would be waited for for ever.
+# An idle engine hands states over within milliseconds; without a limit, lost states would be waited for
+# forever.
 STALL_S = 60.0
-# Part of every shard's digest: raise it when a change here, in the connector or in reference.py changes what is stored, and with
-# it the cache version in workflows/tasks/extract_hidden_states.py.
+# Part of every shard's digest: raise it when a change here, in the connector or in reference.py changes what
+# is stored, and with it the cache version in workflows/tasks/extract_hidden_states.py.
 CAPTURE_VERSION = 1
 
 
 class ShardSink:
-    """Takes rows' states in any order, writes the shard, and checks a sample of each chunk against the engine's next tokens.
+    """Takes rows' states in any order, writes the shard, and checks a sample of each chunk's next tokens.
 
-    wanted: numbers of the rows that no earlier attempt has finished, in the order in which the engine should take them: chunk by
-    chunk, within a chunk the frames with the longest rows first, so that a shard does not end on a few long rows.
+    wanted: numbers of the rows that no earlier attempt has finished, in the order for the engine: chunk by
+    chunk, within a chunk the frames with the longest rows first, so that a shard does not end on a few long
+    rows.
     """
 
     def __init__(
@@ -52,30 +57,28 @@ class ShardSink:
         target_dir: str | Path,
         dtype: str,
     ) -> None:
-        self.rows, self.dtype = rows, dtype
+        self.rows = rows
+        self.dtype = dtype
         target = load_target_tensors(target_dir)
         self.target = replace(target, embedding=target.head)  # a second matrix of that size is not needed
-        self.writer = HiddenStateWriter(
-            out, rows, num_aux, self.target.head.shape[1], extract, info, self._check_chunk
-        )
-        chunks = [
-            frames for number, frames in enumerate(self.writer.plan) if number not in self.writer.entries
-        ]
-        by_length = [
-            sorted(frames, key=lambda frame: -max(len(rows[r].token_ids) for r in frame)) for frames in chunks
-        ]
-        self.wanted = [row for frames in by_length for frame in frames for row in frame]
+        hidden_size = target.head.shape[1]
+        self.writer = HiddenStateWriter(out, rows, num_aux, hidden_size, extract, info, self._check_chunk)
+        self.wanted: list[int] = []
+        self.sampled: set[int] = set()
+        for number, frames in enumerate(self.writer.plan):
+            if number not in self.writer.entries:
+                in_file = [row for frame in frames for row in frame]
+                self.sampled.update(in_file[:: max(1, -(-len(in_file) // CHECKED_ROWS))])
+                longest_first = sorted(frames, key=lambda f: -max(len(rows[r].token_ids) for r in f))
+                self.wanted += [row for frame in longest_first for row in frame]
         self.samples: dict[int, tuple[Tensor, int]] = {}
-        self.sampled = {
-            row for frames in chunks for row in _evenly([r for frame in frames for r in frame], CHECKED_ROWS)
-        }
         self.counts = [entry["checks"] for entry in self.writer.entries.values()]
 
     def add(self, row: int, states: Tensor, next_token: int) -> None:
-        """Hand over one row.
+        """Take one row.
 
         Args:
-            row: its place in the shard.
+            row: its number in the shard.
             states: [T, A + 1, H] host memory, engine dtype.
             next_token: the engine's greedy token after the row.
         """
@@ -88,7 +91,7 @@ class ShardSink:
         return self.writer.close()
 
     def _check_chunk(self, rows: list[int]) -> dict[str, int]:
-        """What is known of a chunk's rows. Token ids, lengths and states were checked one by one on their way here.
+        """Counts for the manifest; token ids, lengths and states were checked row by row before.
 
         Raises:
             RuntimeError: if the last states of all chunks so far disagree with the engine's next tokens.
@@ -97,23 +100,20 @@ class ShardSink:
         agreed = count_agreements(samples, self.target, self.dtype)
         counts = {"rows_sound": len(rows), "next_tokens_checked": len(samples), "next_tokens_agreed": agreed}
         self.counts.append(counts)
-        checked, agreed = (
-            sum(c[f"next_tokens_{name}"] for c in self.counts) for name in ("checked", "agreed")
-        )
-        if checked - agreed > max(checked > 1, (1 - MIN_AGREEMENT) * checked):
+        all_checked = sum(c["next_tokens_checked"] for c in self.counts)
+        all_agreed = sum(c["next_tokens_agreed"] for c in self.counts)
+        if all_checked - all_agreed > max(all_checked > 1, (1 - MIN_AGREEMENT) * all_checked):
             raise RuntimeError(
-                f"the last hidden state reproduces the target's next token in only {agreed} of {checked} rows, "
-                f"{MIN_AGREEMENT:.0%} must agree; the engine's layer numbering or final norm is not the expected one"
+                f"the last hidden state reproduces the target's next token in only {all_agreed} of "
+                f"{all_checked} rows, {MIN_AGREEMENT:.0%} must agree; the engine's layer numbering or final "
+                "norm is not the expected one"
             )
         return counts
 
 
-def _evenly(items: list[int], count: int) -> list[int]:
-    return items[:: max(1, -(-len(items) // count))]
-
-
 def count_agreements(samples: list[tuple[Tensor, int]], target: TargetTensors, dtype: str) -> int:
-    """How many last states give, through norm and head, the token that the engine chose: not so a layer early, or normed twice.
+    """How many last states give the engine's token through norm and head; a state of another layer, or one
+    that is normed already, does not.
 
     Args:
         samples: at least one pair of a last state [H] and the engine's token.
@@ -129,11 +129,12 @@ def count_agreements(samples: list[tuple[Tensor, int]], target: TargetTensors, d
 
 
 class _Drain(threading.Thread):
-    """Takes finished rows off the connector's queue. is_waiting: for the queue. failure: what stopped it."""
+    """Takes rows off the connector's queue. is_waiting: for the queue. failure: the error that ended it."""
 
     def __init__(self, rows: list[TokenRow], add: Add) -> None:
         super().__init__(name="hidden-states", daemon=True)
-        self.rows, self.add = rows, add
+        self.rows = rows
+        self.add = add
         self.index_of: dict[str, int] = {}
         self.next_token: dict[int, int] = {}
         self.num_tokens = 0
@@ -157,11 +158,11 @@ class _Drain(threading.Thread):
                     )
                 self.add(index, item.states, self.next_token.pop(index))
                 self.num_tokens += len(row.token_ids)
-        except Exception as e:  # shown by the thread that drives the engine
+        except Exception as e:  # the thread that drives the engine raises it
             self.failure = e
 
     def stalled(self) -> RuntimeError:
-        """Names rows that the engine has finished and whose states never came."""
+        """Names rows that the engine has finished, without their states."""
         missing = [self.rows[i].sample_id for i in self.index_of.values()]
         return RuntimeError(
             f"the engine is idle but the states of rows {missing[:8]} never came; run the shard again"
@@ -169,7 +170,7 @@ class _Drain(threading.Thread):
 
 
 class _Feed:
-    """Lets rows into the engine, in order, as far as its queue and the memory of states in flight allow."""
+    """Lets rows into the engine, in order, as its queue and the memory of states in flight allow."""
 
     def __init__(
         self, engine: Any, rows: list[TokenRow], drain: _Drain, bytes_per_token: int, max_requests: int
@@ -177,27 +178,25 @@ class _Feed:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        self.engine, self.rows, self.drain = engine, rows, drain
-        self.max_tokens, self.max_requests = IN_FLIGHT_BYTES // bytes_per_token, max_requests
+        self.engine = engine
+        self.drain = drain
+        self.waiting = deque(enumerate(rows))
+        self.max_tokens = IN_FLIGHT_BYTES // bytes_per_token
+        self.max_requests = max_requests
         self.params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
         self.params.output_kind = RequestOutputKind.FINAL_ONLY
-        self.num_rows = self.num_tokens = 0
+        self.num_tokens = 0
 
     def fill(self) -> None:
         from vllm.inputs import tokens_input
 
         room = self.max_tokens - (self.num_tokens - self.drain.num_tokens)
-        while (
-            self.num_rows < len(self.rows)
-            and room > 0
-            and self.engine.get_num_unfinished_requests() < self.max_requests
-        ):
-            token_ids = self.rows[self.num_rows].token_ids
-            request_id = self.engine.add_request(str(self.num_rows), tokens_input(token_ids), self.params)
-            self.drain.index_of[request_id] = self.num_rows
-            self.num_rows += 1
-            self.num_tokens += len(token_ids)
-            room -= len(token_ids)
+        while self.waiting and room > 0 and self.engine.get_num_unfinished_requests() < self.max_requests:
+            index, row = self.waiting.popleft()
+            request_id = self.engine.add_request(str(index), tokens_input(row.token_ids), self.params)
+            self.drain.index_of[request_id] = index
+            self.num_tokens += len(row.token_ids)
+            room -= len(row.token_ids)
 
 
 def capture_with_vllm(
@@ -206,9 +205,8 @@ def capture_with_vllm(
     """Run every row through the engine and pass its states to `add`, from one other thread, in any order.
 
     Args:
-        engine: vLLM's LLMEngine, driven by this process, set up with eagle3.engine.connector.
-        rows: in the order in which the engine takes them.
-        add: gets a row's index, its states [T, A + 1, H] and the engine's next token.
+        engine: vLLM's LLMEngine, driven by this process, with eagle3.engine.connector.
+        rows: in the order for the engine.
         bytes_per_token: of the states, to bound what is in flight.
         max_num_seqs: the engine's; twice as many rows are kept in its queue.
 
@@ -218,7 +216,8 @@ def capture_with_vllm(
     drain = _Drain(rows, add)
     feed = _Feed(engine, rows, drain, bytes_per_token, 2 * max_num_seqs)
     drain.start()
-    cached_tokens = num_seen = 0
+    cached_tokens = 0
+    num_seen = 0
     moved_at = time.monotonic()
     while drain.is_alive():
         feed.fill()
@@ -227,12 +226,13 @@ def capture_with_vllm(
             moved_at = time.monotonic()
             time.sleep(0.001)
             continue
-        # A row's states leave the cache one step after its token: steps go on until the thread has them all.
+        # A row's states leave the cache one step after its token: step until the thread has them all.
         for output in engine.step():
             drain.next_token[int(output.request_id)] = output.outputs[0].token_ids[0]
             cached_tokens += output.num_cached_tokens or 0
         if busy or drain.num_tokens > num_seen:
-            moved_at, num_seen = time.monotonic(), drain.num_tokens
+            moved_at = time.monotonic()
+            num_seen = drain.num_tokens
         elif time.monotonic() - moved_at > STALL_S:
             raise drain.stalled()
         else:

@@ -1,7 +1,8 @@
-"""Hands hidden states from vLLM's cache to the process that drives the engine: a KV connector that writes no file per request.
+"""A KV connector that hands hidden states from vLLM's cache to the process that drives the engine.
 
-Named in `kv_transfer_config` by its module path, so vLLM loads it without being patched. The stock connector decides *when* a
-request's states are complete; this one decides *where* they go: through eagle3.engine.handover, in the order of completion.
+`kv_transfer_config` names it by its module path, so vLLM loads it without a patch. The stock connector
+decides *when* a request's states are complete; this one decides *where* they go: through
+eagle3.engine.handover, in the order of completion.
 """
 
 from typing import Any
@@ -18,13 +19,13 @@ from eagle3.engine.handover import CapturedStates, Copied, Sender, captured
 
 
 class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
-    """The stock connector with its file writer replaced by a queue, or by a socket where `sink_address` is set."""
+    """The stock connector with a queue, or with `sink_address` a socket, instead of its file writer."""
 
     def wait_for_save(self) -> None:
         """No lock files, since there are no files."""
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """As the stock one, and connect the rank that holds the states for all."""
+        """As the stock connector, and connect the rank that sends the states."""
         super().register_kv_caches(kv_caches)
         address = self._kv_transfer_config.get_from_extra_config("sink_address", "")
         if self._is_tp_rank_zero:
@@ -45,7 +46,7 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         self._sink.put(CapturedStates(pending.req_id, pending.token_ids, states, copied))
 
     def _copy_from_gpu(self, slots: Tensor, length: int) -> tuple[Tensor, Any]:
-        """Gather on a side stream, after everything the engine has queued so far, and copy to pinned memory."""
+        """Gather on a side stream, after all that the engine has queued so far, and copy to pinned memory."""
         stream = self._get_copy_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -1,7 +1,8 @@
-"""The target's engine: start it, let it generate, regenerate a token shard, capture hidden states, and stop it.
+"""The target's engine: start it, generate, regenerate a token shard, capture hidden states, stop it.
 
-The engine runs in a process of its own and stays warm: a call with equal settings finds it ready, so the shards of one stage share
-one start. Other settings stop it first, because two engines do not fit in memory. It ends with this process, however that ends.
+The engine runs in a process of its own and stays warm: a call with equal settings finds it ready, so the
+shards of one stage share one start. Other settings stop it first, because two engines do not fit in memory.
+It ends with this process, however that ends.
 """
 
 import atexit
@@ -35,7 +36,7 @@ def start(settings: EngineSettings) -> EngineProcess:
     """The running engine if it has these settings, else a new one, after the running one has ended.
 
     Raises:
-        ValueError: if the engine's library is not installed, or the engine cannot be built with these settings.
+        ValueError: if the engine's library is not installed, or refuses the settings.
         EngineDied: if it fails otherwise.
     """
     global _running
@@ -45,7 +46,8 @@ def start(settings: EngineSettings) -> EngineProcess:
         stop()
         if find_spec(settings.library) is None:
             raise ValueError(
-                f"{settings.library} is not installed here; set engine.engine to transformers, the slow reference"
+                f"{settings.library} is not installed here; "
+                "set engine.engine to transformers, the slow reference"
             )
         if settings.library == "transformers":
             logger.warning("engine: transformers is the slow reference; use vllm where it runs")
@@ -116,15 +118,15 @@ def regenerate(
     Args:
         settings: without `layer_ids`; `server_url` lets a running vLLM server answer.
         out: token shard to write, atomically; none if no row is left.
-        log_uri: directory or fsspec URL in which answers are kept as they come; one for one shard and one set of settings.
-            Answers of an earlier attempt are not asked for again.
+        log_uri: directory or fsspec URL that keeps the answers as they come, of one shard and one set of
+            settings. Answers of an earlier attempt are not asked for again.
         watch: shows the progress.
 
     Returns:
         rows, tokens, supervised_tokens and digest of the written shard; counts, as AnswerGenerator.result.
 
     Raises:
-        ValueError: if a prompt leaves no room for an answer, or the chat template cannot write the shard's conversations.
+        ValueError: if a prompt leaves no room for an answer, or the chat template refuses a conversation.
         EngineDied: if the engine fails or is killed; answers are kept.
     """
     for row in read_token_shard(token_shard_path):
@@ -149,7 +151,7 @@ def capture(
     info: dict[str, Any],
     watch: Watch | None = None,
 ) -> dict[str, Any]:
-    """Capture the hidden states of one token shard into one hidden-state shard; resumes after the last finished chunk.
+    """Write one token shard's hidden states to a hidden-state shard; resumes after the last finished chunk.
 
     Args:
         settings: with `layer_ids`, ascending; the last hidden state is captured too.
@@ -161,9 +163,9 @@ def capture(
         The manifest.
 
     Raises:
-        ValueError: on bad layer ids, a row longer than `engine.max_model_len` or too little disk space, before the engine starts.
-        EngineDied: if the engine fails, is killed, or returns states that do not reproduce its own next token, or a chunk
-            cannot be written; finished chunks are kept.
+        ValueError: on bad layer ids, a row longer than `engine.max_model_len` or too little disk space.
+        EngineDied: if the engine fails, is killed, or returns states that do not reproduce its own next
+            token, or a chunk cannot be written; finished chunks are kept.
         OSError: if the store at `out` does not answer.
     """
     config = json.loads((Path(settings.target_dir) / "config.json").read_text())
@@ -237,9 +239,10 @@ def _check_shard(
     directory.mkdir(parents=True, exist_ok=True)
     present = sum(f.stat().st_size for f in directory.glob("chunk-*.safetensors"))
     free = shutil.disk_usage(directory).free
+    num_tokens = sum(len(row.token_ids) for row in rows)
     text = (
-        f"{out}: the states of {sum(len(r.token_ids) for r in rows)} tokens need {sum(sizes) / 1e9:.3f} GB as "
-        f"{extract.encoding} before compression, {needed / 1e9:.3f} GB in {directory}; {free / 1e9:.3f} GB are free there"
+        f"{out}: the states of {num_tokens} tokens need {sum(sizes) / 1e9:.3f} GB as {extract.encoding} "
+        f"before compression, {needed / 1e9:.3f} GB in {directory}; {free / 1e9:.3f} GB are free there"
     )
     logger.info(text)
     if needed - present > free:

@@ -1,8 +1,8 @@
-"""How captured states reach the process that drives the engine: a queue, fed directly or over a socket from the engine's worker.
+"""How captured states reach the process that drives the engine: a queue, fed directly or over a socket.
 
-With one rank, vLLM's worker runs in that process and the connector puts states on `captured` itself. With several, the workers
-are processes of their own: rank 0 sends its states over a Unix socket, from a thread behind a queue of bounded length, and a
-thread here puts them on `captured`. Both ends share a random key; nothing is unpickled from the socket.
+With one rank, vLLM's worker runs in that process and the connector puts states on `captured` itself. With
+several, workers are processes of their own: rank 0 sends its states over a Unix socket, from a thread with a
+bounded queue, and a thread here puts them on `captured`. Nothing is unpickled from the socket.
 """
 
 import json
@@ -35,7 +35,7 @@ class CapturedStates:
 
 
 class Copied:
-    """What a CUDA event is to an asynchronous copy, for a copy that is already done."""
+    """Stands for the CUDA event of a copy that is done already."""
 
     def query(self) -> bool:
         return True
@@ -48,11 +48,12 @@ captured: SimpleQueue[CapturedStates] = SimpleQueue()
 
 
 class Receiver:
-    """Listens for the worker that holds rank 0; `address` goes into the connector's settings."""
+    """Listens for the worker of rank 0; `address` goes into the connector's settings."""
 
     def __init__(self) -> None:
         self.directory = TemporaryDirectory(prefix="eagle3-")
         self.address = str(Path(self.directory.name) / "states")
+        # vLLM's workers are multiprocessing children, so they have the same key.
         self.listener = Listener(self.address, "AF_UNIX", authkey=current_process().authkey)
         threading.Thread(target=self._receive, name="receive-states", daemon=True).start()
 
@@ -68,7 +69,7 @@ class Receiver:
 
 
 class Sender:
-    """Rank 0's end: sends in order, from a thread, so that the engine goes on meanwhile."""
+    """Rank 0's end: sends in order, from a thread, so that the engine continues meanwhile."""
 
     def __init__(self, address: str) -> None:
         self.connection: Connection = Client(address, "AF_UNIX", authkey=current_process().authkey)
@@ -76,7 +77,7 @@ class Sender:
         threading.Thread(target=self._send, name="send-states", daemon=True).start()
 
     def put(self, item: CapturedStates) -> None:
-        """Send it soon; waits while SENDER_ROWS others are on their way."""
+        """Send it soon; blocks while SENDER_ROWS others wait."""
         self.waiting.put(item)
 
     def _send(self) -> None:
@@ -88,11 +89,8 @@ def send(connection: Connection, item: CapturedStates) -> None:
     """Write one item: a JSON header, the token ids, the states."""
     item.copied.synchronize()
     states = item.states.contiguous()
-    header = {
-        "request_id": item.request_id,
-        "shape": list(states.shape),
-        "dtype": str(states.dtype).removeprefix("torch."),
-    }
+    dtype = str(states.dtype).removeprefix("torch.")
+    header = {"request_id": item.request_id, "shape": list(states.shape), "dtype": dtype}
     connection.send_bytes(json.dumps(header).encode())
     for tensor in (item.token_ids, states):
         connection.send_bytes(tensor.view(torch.uint8).numpy().reshape(-1).data)
@@ -102,7 +100,7 @@ def receive(connection: Connection) -> CapturedStates:
     """Read one item.
 
     Raises:
-        EOFError: if the other end is gone.
+        EOFError: if the other end is closed.
     """
     header = json.loads(connection.recv_bytes())
     token_ids = torch.empty(header["shape"][0], dtype=torch.int64)

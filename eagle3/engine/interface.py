@@ -1,4 +1,4 @@
-"""What an engine is built from, what every kind of engine can do, and what its answers took."""
+"""Settings from which an engine is built, what each kind of engine does, and the answers that it gives."""
 
 import json
 import logging
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
-# Takes a row's index, its states [T, A + 1, H] in host memory and engine dtype, and the engine's greedy token after the row.
+# Takes a row's index, its states [T, A + 1, H] in host memory and engine dtype, and the engine's greedy next
+# token.
 Add = Callable[[int, "Tensor", int], None]
 
 
@@ -31,11 +32,11 @@ class Speculation:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is built from; equal settings share one engine.
+    """Equal settings share one engine.
 
-    target_dir: absolute path. layer_ids: aux layers, for an engine that captures. tensor_parallel_size: GPUs that share the
-    target. server_url: of a running vLLM server that answers instead. files: names, sizes and times of the target's and the
-    draft's files, so that a directory that was written again gets a new engine.
+    target_dir: absolute path. layer_ids: aux layers, for an engine that captures. tensor_parallel_size: GPUs
+    that share the target. server_url: of a running vLLM server that answers instead. files: names, sizes and
+    times of the target's and the draft's files, so that a directory that was written again gets a new engine.
     """
 
     target_dir: str
@@ -57,7 +58,7 @@ class EngineSettings:
         tensor_parallel_size: int = 1,
         server_url: str | None = None,
     ) -> "EngineSettings":
-        """Look at the files; warns of a setting that this engine ignores.
+        """Resolve paths and read the files' sizes and times; warns of a setting that this engine ignores.
 
         Raises:
             ValueError: if `engine.max_model_len` is more than the target allows.
@@ -90,10 +91,10 @@ def _stamps(directory: Path) -> tuple[tuple[str, int, int], ...]:
 
 @dataclass(frozen=True)
 class Generation:
-    """Answers in the order of their prompts, and what making them took.
+    """Answers in the order of their prompts, with time and speculation.
 
-    seconds: generation alone, no start-up. num_drafts: speculative rounds. accepted_per_position: accepted draft tokens at draft
-    position 1 … k; empty without a draft.
+    seconds: of generation, without the engine's start. num_drafts: speculative rounds. accepted_per_position:
+    accepted draft tokens at draft position 1 … k; empty without a draft.
     """
 
     answers: list[Answer]
@@ -108,22 +109,22 @@ class Generation:
 
 
 class AnsweringEngine(Protocol):
-    """What a server does, too."""
+    """The part that a server does, too."""
 
     settings: EngineSettings
 
     def answer(self, requests: dict[int, Request], follow: Follow, seed: int, report: Report) -> None:
-        """Answer every conversation's request, and what `follow` returns for the answer, until it returns None."""
+        """Answer every conversation's request and those that `follow` returns, until it returns None."""
 
 
 class Engine(AnsweringEngine, Protocol):
-    """What vLLM and the transformers reference do."""
+    """The vLLM engine and the transformers reference."""
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int, report: Report) -> Generation:
         """Answer every prompt; the same call gives the same answers."""
 
     def capture(self, rows: list[TokenRow], add: Add) -> int:
-        """Give every row's states at `settings.layer_ids` and the last layer to `add`, from one thread, in any order.
+        """Give every row's states at `settings.layer_ids` and the last layer to `add`, in any order.
 
         Returns:
             How many tokens were not computed, but found in a prefix cache.

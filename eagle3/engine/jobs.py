@@ -1,4 +1,4 @@
-"""What the engine process is asked to do: functions of an engine and a report, sent to it with their arguments."""
+"""Jobs of the engine process: functions of an engine and a report, sent to it with their arguments."""
 
 from dataclasses import asdict
 from typing import Any
@@ -25,7 +25,7 @@ def regenerate(
     log_uri: str,
     cfg: RegenerateConfig,
 ) -> dict[str, Any]:
-    """Answer a token shard's waiting rows and write the answered shard; arguments and result as eagle3.engine.engine.regenerate."""
+    """Answer a token shard's waiting rows and write the answered shard, as engine.regenerate describes."""
     from eagle3.regenerate.answer_log import AnswerLog
     from eagle3.regenerate.generator import AnswerGenerator
     from eagle3.shards.tokens import read_token_shard, summarise_rows, write_token_shard
@@ -51,7 +51,7 @@ def capture(
     extract: ExtractConfig,
     info: dict[str, Any],
 ) -> tuple[dict[str, Any], int]:
-    """Capture a token shard's states; returns the manifest and how many tokens came from the prefix cache."""
+    """Capture a token shard's states; returns the manifest and the number of tokens from the prefix cache."""
     from eagle3.engine.capture import CAPTURE_VERSION, ShardSink
     from eagle3.shards.tokens import read_token_shard
 

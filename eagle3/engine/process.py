@@ -1,7 +1,8 @@
-"""The process that holds an engine: started, asked and ended by EngineProcess; `_serve` is what runs in it.
+"""The process that holds an engine: EngineProcess starts, asks and ends it; `_serve` runs in it.
 
-Importing vLLM takes 12 s, building an engine 7 s, and only a process that ends gives all memory back. So a fork server imports
-once, and every engine is a process forked from it; next to a GPU it is spawned. Jobs and replies are pickled through a Connection.
+Importing vLLM takes 12 s, building an engine 7 s, and only a process that ends gives all memory back. So a
+fork server imports once and every engine is forked from it; next to a GPU it is spawned. Jobs, progress
+reports and results are pickled through a Connection.
 """
 
 import logging
@@ -30,38 +31,35 @@ from eagle3.errors import EngineDied, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[Progress], None]
+# Called with an engine and a report; pickled, so a function of a module, or a partial of one.
 Job = Callable[[Any, Report], Any]
 # What a fork server imports, by library.
-MODULES = {
+PRELOADED = {
     "vllm": "eagle3.engine.vllm_import",
     "transformers": "eagle3.engine.reference",
     "httpx": "eagle3.engine.server.engine",
 }
-# multiprocessing's own fork server may run already, for other work and without the engine's imports and environment.
+# By library. multiprocessing's own fork server may run already, without these imports and the environment.
 _fork_servers: dict[str, forkserver.ForkServer] = {}
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a job returned."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
 class Failure:
-    """What a job raised. is_permanent: the same job would raise it again."""
+    """The error that a job raised. is_permanent: the same job would raise it again."""
 
     text: str
     is_permanent: bool
 
     @classmethod
     def from_error(cls, error: Exception) -> "Failure":
-        """Other errors may pass: of an engine on several GPUs all are RuntimeErrors, whatever went wrong on one of them."""
+        """vLLM on several GPUs raises RuntimeError for every error of a worker, so that may be transient."""
         text = str(error) or repr(error)
         if is_out_of_memory(error):
-            remedy = "lower engine.max_num_seqs or engine.max_num_batched_tokens, or raise fanout.tensor_parallel_size"
-            return cls(f"{text}; {remedy}", True)
+            text += (
+                "; lower engine.max_num_seqs or engine.max_num_batched_tokens, "
+                "or raise fanout.tensor_parallel_size"
+            )
+            return cls(text, True)
         return cls(text, isinstance(error, ValueError | NotImplementedError))
 
 
@@ -86,19 +84,18 @@ class EngineProcess:
             self._receive(None)
 
     def is_alive(self) -> bool:
-        """Whether it can take a job."""
+        """Whether it takes jobs."""
         return self.process.exitcode is None
 
     def run(self, job: Job, on_progress: OnProgress | None = None) -> Any:
-        """Run a job in the process and return its result; a process in which a job failed ends.
+        """Run a job in the process and return its result; after a failure the process ends.
 
         Args:
-            job: pickled, so a function of a module, or a partial of one.
-            on_progress: called about once a second; if it fails, it is not called again and the job continues.
+            on_progress: called about once a second; after it fails, the job continues without it.
 
         Raises:
-            ValueError: what the job raised and would raise again.
-            EngineDied: any other error of the job, or the process died.
+            ValueError: an error of the job that would come again.
+            EngineDied: another error of the job, or the process died.
         """
         with self._ended_on_failure():
             try:
@@ -108,7 +105,7 @@ class EngineProcess:
             return self._receive(on_progress)
 
     def end(self) -> None:
-        """Kill the process and those that it started: an orderly end takes a second and frees no more."""
+        """Kill the process and its children: an orderly end takes a second and frees no more."""
         if self.process.pid is not None:
             with suppress(ProcessLookupError):  # it may not lead a group yet
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -120,7 +117,7 @@ class EngineProcess:
     def _ended_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # Ctrl-C too: the reply may still come, and nothing would take it
+        except BaseException:  # Ctrl-C too: nothing would take the result
             self.end()
             raise
 
@@ -134,10 +131,10 @@ class EngineProcess:
                 reply = self.connection.recv()
             except (EOFError, OSError):
                 raise self._death() from None
-            if isinstance(reply, Result):
-                return reply.value
             if isinstance(reply, Failure):
                 raise (ValueError if reply.is_permanent else EngineDied)(reply.text)
+            if not isinstance(reply, Progress):
+                return reply
             try:
                 if on_progress:
                     on_progress(reply)
@@ -150,8 +147,9 @@ class EngineProcess:
         status = self.process.exitcode or 0
         if status == -signal.SIGKILL:
             return EngineDied(
-                "the engine process was killed (signal 9), most likely for lack of memory; lower engine.max_num_seqs, "
-                "engine.max_num_batched_tokens or engine.cpu_kv_cache_gib, or give it more memory"
+                "the engine process was killed (signal 9), most likely for lack of memory; lower "
+                "engine.max_num_seqs, engine.max_num_batched_tokens or engine.cpu_kv_cache_gib, "
+                "or give it more memory"
             )
         how = f"was ended by signal {-status}" if status < 0 else f"ended with exit code {status}"
         return EngineDied(f"the engine process {how}; its last lines on stderr say why")
@@ -160,8 +158,8 @@ class EngineProcess:
 def forks_engines() -> bool:
     """Whether engines are forked: on Linux without a GPU.
 
-    System libraries of other platforms keep threads of their own, and a CUDA driver that the import touched does not survive a
-    fork; next to a GPU the import takes little time compared with the engine's own start.
+    System libraries of other platforms keep threads of their own, and a CUDA driver that the import touched
+    does not survive a fork; next to a GPU the import takes little time compared with the engine's own start.
     """
     return sys.platform == "linux" and not has_gpu()
 
@@ -172,8 +170,11 @@ def has_gpu() -> bool:
 
 
 def _start(process: BaseProcess, library: str) -> None:
-    """Start a process with an environment of its own and without the parent's main module, for which multiprocessing has no
-    arguments: importing that module takes seconds with flytekit, and would run a script without a guard again."""
+    """Start a process with its own environment and without the parent's main module.
+
+    multiprocessing has no arguments for these. Importing the main module takes seconds with flytekit, and
+    would run a script without a guard again.
+    """
     no_main = {"__main__": ModuleType("__main__")}
     environment = _environment(library)
     if not forks_engines():
@@ -182,7 +183,7 @@ def _start(process: BaseProcess, library: str) -> None:
         return
     if library not in _fork_servers:
         _fork_servers[library] = forkserver.ForkServer()
-        _fork_servers[library].set_forkserver_preload([MODULES[library]])
+        _fork_servers[library].set_forkserver_preload([PRELOADED[library]])
     server = _fork_servers[library]
     with _changed(os.environ, environment):
         server.ensure_running()
@@ -209,36 +210,34 @@ def _changed(entries: MutableMapping[str, Any], changes: dict[str, Any]) -> Iter
 
 
 def _environment(library: str) -> dict[str, str]:
-    root = str(Path(__file__).resolve().parents[2])
-    env = {"PYTHONPATH": _joined(root, "PYTHONPATH")}
-    # Targets are directories by now: nothing has to be asked of a hub.
-    env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    """What a library needs before it is imported."""
+    env = {
+        "PYTHONPATH": _before_others(Path(__file__).resolve().parents[2], "PYTHONPATH"),
+        "HF_HUB_OFFLINE": "1",  # targets are directories
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     if library != "vllm":
         return env
-    env |= {
+    # vLLM warns of settings that are chosen here on purpose; its errors come back as exceptions.
+    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if openmp.exists() and not has_gpu():
+        env["LD_PRELOAD"] = _before_others(openmp, "LD_PRELOAD")
+        # Idle threads that spin for the default 200 ms take the cores from everything else
+        # (vllm/utils/ompmultiprocessing.py).
+        defaults["KMP_BLOCKTIME"] = "5"
+        # Unset, a forked child is bound to one core ("disabled" aborts it): half the speed on two cores.
+        defaults["KMP_AFFINITY"] = "none"
+    env |= {name: os.environ.get(name, value) for name, value in defaults.items()}
+    return env | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     }
-    defaults = {
-        # vLLM warns of settings that are chosen here on purpose; its errors come back as exceptions.
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "PYTHONWARNINGS": "ignore",
-    }
-    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    if openmp.exists() and not has_gpu():
-        env["LD_PRELOAD"] = _joined(str(openmp), "LD_PRELOAD")
-        # Idle threads that spin for the default 200 ms take the cores from everything else (vllm/utils/ompmultiprocessing.py).
-        defaults["KMP_BLOCKTIME"] = "5"
-        # Unset, a forked child is bound to one core ("disabled" aborts it): half the speed on two cores.
-        defaults["KMP_AFFINITY"] = "none"
-    return env | {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
-def _joined(path: str, variable: str) -> str:
-    """The path in front of those that the variable has."""
-    return os.pathsep.join([path, *filter(None, [os.environ.get(variable)])])
+def _before_others(path: Path, variable: str) -> str:
+    return os.pathsep.join([str(path), *filter(None, [os.environ.get(variable)])])
 
 
 def _serve(settings: EngineSettings, connection: Connection) -> None:
@@ -248,11 +247,11 @@ def _serve(settings: EngineSettings, connection: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         engine = _build(settings)
-        connection.send(Result(None))
+        connection.send(None)
         for job in _jobs(connection):
             with Report(partial(_send_progress, connection)) as report:
-                value = job(engine, report)
-            connection.send(Result(value))
+                result = job(engine, report)
+            connection.send(result)
     except Exception as e:
         traceback.print_exc()
         connection.send(Failure.from_error(e))
@@ -279,13 +278,13 @@ def _jobs(connection: Connection) -> Iterator[Job]:
 
 
 def _send_progress(connection: Connection, progress: Progress) -> None:
-    """Unless the connection is full: a parent that reads nothing while it uploads a Deck must not stop the engine."""
+    """Drop it if the connection is full: a parent that uploads a Deck meanwhile must not stop the engine."""
     if select([], [connection], [], 0)[1]:
         connection.send(progress)
 
 
 def _end_with_parent() -> None:
-    """Kill this process and its workers when the parent is gone, also in the middle of a job: nothing waits for the result."""
+    """Kill this process and its workers when the parent is gone, also in the middle of a job."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,7 +1,8 @@
-"""How far a long job is: counted where the engine works (Report), shown where somebody waits for it (Watch).
+"""Progress of a long job: counted where the engine works (Report), shown where the caller waits (Watch).
 
-A worker counts in callbacks that it has anyway and looks at the clock; at most once a second it hands a Progress on. Whoever
-waits draws a bar where stderr is a terminal, else writes a log line every LOG_EVERY_S, and may pass each Progress on, to a Deck.
+An engine counts in callbacks that it has anyway, and sends a Progress at most once a second. A Watch draws a
+bar if stderr is a terminal, else writes a log line every LOG_EVERY_S, and may pass each Progress on, to a
+Deck.
 """
 
 import logging
@@ -18,17 +19,17 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 REPORT_EVERY_S = 1.0
 LOG_EVERY_S = 30.0
-# Shorter jobs are over before anybody looks for a bar.
+# Shorter jobs end before a bar is of use.
 BAR_AFTER_S = 2.0
 
 
 @dataclass(frozen=True)
 class Progress:
-    """One look at a job.
+    """State of a job at one time.
 
-    done, total: in `unit`, a plural noun; `kept` of them were done by an earlier attempt. tokens: computed or generated in this
-    attempt, those of unfinished answers included where the engine tells. conversations: rows that are over, in this attempt.
-    seconds: since the job began, the engine's start-up excluded.
+    done, total: in `unit`, a plural noun; `kept` of them were done by an earlier attempt. tokens: computed or
+    generated in this attempt, with those of unfinished answers if the engine knows them. conversations: rows
+    finished in this attempt. seconds: since the job began, without the engine's start.
     """
 
     done: int
@@ -41,18 +42,19 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """As the mean of this attempt says; None before anything is done."""
+        """By this attempt's mean rate; None before anything is done."""
         new = self.done - self.kept
         return (self.total - self.done) * self.seconds / new if new > 0 else None
 
     def tokens_per_s(self, earlier: "Progress | None" = None) -> float:
-        """Since an earlier look, by default since the job began."""
-        tokens, seconds = (earlier.tokens, earlier.seconds) if earlier else (0, 0.0)
-        return (self.tokens - tokens) / max(self.seconds - seconds, 1e-3)
+        """Since an earlier Progress, by default since the job began."""
+        tokens = self.tokens - (earlier.tokens if earlier else 0)
+        seconds = self.seconds - (earlier.seconds if earlier else 0.0)
+        return tokens / max(seconds, 1e-3)
 
 
 def progress_text(progress: Progress, earlier: Progress | None = None) -> str:
-    """One line for people; the rate is that since an earlier look."""
+    """One line for people; the rate is that since an earlier Progress."""
     parts = [f"{progress.done:,} of {progress.total:,} {progress.unit}"]
     if progress.conversations != progress.done:
         parts.append(f"{progress.conversations:,} conversations")
@@ -70,15 +72,17 @@ def duration_text(seconds: float) -> str:
 
 
 class Report:
-    """Counts what an engine does and sends a Progress at most every REPORT_EVERY_S, and one at the end of what succeeded.
+    """Counts an engine's work; sends a Progress every REPORT_EVERY_S, and one when a job has succeeded.
 
-    Use as a context manager around the job; after it, and without `send`, nothing is sent. One thread counts; another may end it.
+    Use as a context manager around the job; after it, and without `send`, nothing is sent. One thread counts;
+    another may end it.
     """
 
     def __init__(
         self, send: Callable[[Progress], None] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.send, self.clock = send, clock
+        self.send = send
+        self.clock = clock
         self.tokens = self.counted_tokens = self.conversations = self.total = self.kept = 0
         self.unit = ""
         self.done: Callable[[], int] | None = None
@@ -86,18 +90,21 @@ class Report:
         self.lock = threading.Lock()
 
     def begin(self, total: int, unit: str, done: Callable[[], int]) -> None:
-        """Say what the job is; `done` is asked about once a second, in `unit`, and already counts what an earlier attempt did."""
-        self.total, self.unit, self.done, self.kept = total, unit, done, done()
+        """Describe the job; `done` is called about once a second and includes what an earlier attempt did."""
+        self.total = total
+        self.unit = unit
+        self.done = done
+        self.kept = done()
         self.started_at = self.sent_at = self.clock()
 
     def add(self, tokens: int, conversations: int) -> None:
-        """Count finished answers or captured rows, and conversations that are over with them."""
+        """Count finished answers or captured rows, and conversations that ended with them."""
         self.counted_tokens += tokens
         self.tokens = max(self.tokens, self.counted_tokens)
         self.conversations += conversations
 
     def tell(self, tokens: Callable[[], int] | None = None) -> None:
-        """Send where it is time; `tokens` is asked only then, where an engine knows those of unfinished answers too."""
+        """Send a Progress if it is time. `tokens`, called only then, counts unfinished answers too."""
         if self.send is None or self.clock() - self.sent_at < REPORT_EVERY_S:
             return
         if tokens is not None:
@@ -110,11 +117,9 @@ class Report:
                 return
             self.sent_at = self.clock()
             seconds = round(self.sent_at - self.started_at, 3)
-            self.send(
-                Progress(
-                    self.done(), self.total, self.unit, self.kept, self.tokens, self.conversations, seconds
-                )
-            )
+            done = self.done()
+            counts = (self.total, self.unit, self.kept, self.tokens, self.conversations)
+            self.send(Progress(done, *counts, seconds))
 
     def __enter__(self) -> "Report":
         return self
@@ -129,15 +134,16 @@ class Report:
 
 
 class Watch:
-    """Shows a job under a label that names its stage and shard; use as a context manager, and call it with every Progress.
+    """Shows a job; use as a context manager, and call it with every Progress.
 
     Args:
-        label: what is under way, "extract shard 3".
+        label: stage and shard, "extract shard 3".
         on_progress: gets every Progress too.
     """
 
     def __init__(self, label: str, on_progress: Callable[[Progress], None] | None = None) -> None:
-        self.label, self.on_progress = label, on_progress
+        self.label = label
+        self.on_progress = on_progress
         self.bar: tqdm[Any] | None = None
         self.logged: Progress | None = None
 
@@ -162,9 +168,12 @@ class Watch:
         if self.bar is None:
             if progress.seconds < BAR_AFTER_S:
                 return
-            unit = f" {progress.unit}"
             self.bar = tqdm(
-                total=progress.total, initial=progress.kept, desc=self.label, unit=unit, dynamic_ncols=True
+                total=progress.total,
+                initial=progress.kept,
+                desc=self.label,
+                unit=f" {progress.unit}",
+                dynamic_ncols=True,
             )
             self.bar.start_t -= progress.seconds
         if progress.unit != "tokens":

@@ -1,4 +1,4 @@
-"""The target by transformers: the slow reference for machines on which vLLM cannot run, and what vLLM is checked against."""
+"""The target by transformers: a slow reference to check vLLM against, and for machines without vLLM."""
 
 import time
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ class ReferenceEngine:
 
     @torch.no_grad()
     def capture(self, rows: list[TokenRow], add: Add) -> int:
-        """Give every row's states to `add`, in batches of similar length; returns 0, nothing comes from a cache."""
+        """Give every row's states to `add`, in batches of similar length; returns 0, as it has no cache."""
         lengths = [len(r.token_ids) for r in rows]
         for batch in self._batches_in_order(lengths):
             states, last = self._states([rows[i].token_ids for i in batch])
@@ -57,7 +57,7 @@ class ReferenceEngine:
         return 0
 
     def _batches_in_order(self, lengths: list[int]) -> Iterator[list[int]]:
-        """Batches of similar length, each from a few neighbours, so that a shard's chunks are finished one after the other."""
+        """Batches of similar length from a window of rows, so that chunks are finished in order."""
         window = 4 * self.max_num_seqs
         for first in range(0, len(lengths), window):
             for batch in batches(lengths[first : first + window], self.max_num_seqs):
@@ -99,7 +99,7 @@ class ReferenceEngine:
         return Generation([found[i] for i in range(len(prompts))], time.perf_counter() - start)
 
     def answer(self, requests: dict[int, Request], follow: Follow, seed: int, report: Report) -> None:
-        """Answer every conversation's request, and what `follow` returns for the answer, round by round."""
+        """Answer every conversation's request and those that `follow` returns, round by round."""
         torch.manual_seed(seed)
         while requests:
             following: dict[int, Request | None] = {}
@@ -136,7 +136,8 @@ class ReferenceEngine:
 
         if sampling.temperature > 0:
             raise ValueError(
-                f"the reference engine speculates only at temperature 0, got {sampling.temperature}; use engine: vllm"
+                f"the reference engine speculates only at temperature 0, got {sampling.temperature}; "
+                "use engine: vllm"
             )
         speculation = self.settings.speculation
         assert speculation is not None
@@ -161,14 +162,14 @@ def _answer(token_ids: list[int], end_ids: list[int]) -> Answer:
 
 
 def _how(sampling: Sampling) -> dict[str, Any]:
-    """What transformers calls it; greedy is its default."""
+    """The arguments of transformers; greedy is its default."""
     if sampling.temperature > 0:
         return {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     return {}
 
 
 def batches(lengths: list[int], max_rows: int) -> list[list[int]]:
-    """Group indices, longest first, so that each group's padded size stays within BATCH_TOKENS (one row always fits)."""
+    """Group indices, longest first; a group has at most BATCH_TOKENS with padding, or one row."""
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if (

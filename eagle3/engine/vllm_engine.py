@@ -1,4 +1,4 @@
-"""vLLM in this process: built from the settings, it generates answers or fills its cache with hidden states."""
+"""vLLM in this process: it generates answers, or fills its cache with hidden states."""
 
 import json
 import os
@@ -23,8 +23,8 @@ from eagle3.regenerate.answers import Answer, Follow, Request, Sampling
 from eagle3.shards.tokens import TokenRow
 from eagle3.targets.properties import DTYPE_BYTES, end_of_turn_ids
 
-# A CPU engine's default block of 128 tokens is longer than most shared prompts, so nothing would be cached; its kernels want
-# multiples of 32.
+# A CPU engine's default block of 128 tokens is longer than most shared prompts, so nothing would be cached;
+# its kernels want multiples of 32.
 CPU_BLOCK_SIZE = 32
 GENERATED = "vllm:generation_tokens"
 NUM_DRAFTS = "vllm:spec_decode_num_drafts"
@@ -75,8 +75,9 @@ class VllmEngine:
         config, speculation = self.settings.engine, self.settings.speculation
         assert speculation is not None
         return {
-            # vLLM 0.32 ends each prefill chunk of its drafter with the prompt's last token instead of the chunk's next one
-            # (v1/spec_decode/llm_base_proposer.py, backup token): 12 of 184 proposals differed in a test, none without chunks.
+            # vLLM 0.32 ends each prefill chunk of its drafter with the prompt's last token instead of the
+            # chunk's next one (v1/spec_decode/llm_base_proposer.py, backup token): 12 of 184 proposals
+            # differed in a test, none without chunks.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_model_len),
             # Without a method vLLM looks for "eagle3" in the path and else serves it as an ordinary model.
@@ -90,7 +91,8 @@ class VllmEngine:
     def _capturing(self, layer_ids: tuple[int, ...]) -> dict[str, Any]:
         self.receiver = Receiver() if self.settings.tensor_parallel_size > 1 else None
         return {
-            # One more token than the longest row: each row is followed by one generated token, which is never computed.
+            # One more token than the longest row: each row is followed by one generated token, which is never
+            # computed.
             "max_model_len": self.settings.engine.max_model_len + 1,
             "speculative_config": {
                 "method": "extract_hidden_states",
@@ -120,7 +122,7 @@ class VllmEngine:
         return num_states * int(self.model["hidden_size"]) * DTYPE_BYTES[self.settings.engine.dtype]
 
     def _cpu_cache_bytes(self) -> int:
-        """The key-value cache, at most `cpu_kv_cache_gib`: clearing 1 GiB takes 1.7 s; few or short sequences need far less."""
+        """Size of the key-value cache: clearing 1 GiB takes 1.7 s, and few or short sequences need less."""
         model, config = self.model, self.settings.engine
         head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
         kv_heads = model.get("num_key_value_heads") or model["num_attention_heads"]
@@ -158,16 +160,6 @@ class VllmEngine:
             self.engine, rows, add_columns, self._bytes_per_state_token(), self.settings.engine.max_num_seqs
         )
 
-    def reset(self) -> None:
-        """Empty the prefix cache, so that the next job computes everything, as in a new engine.
-
-        Raises:
-            RuntimeError: if a request still holds blocks.
-        """
-        self.engine.step()  # the last captured rows give their blocks back one step later
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache cannot be emptied while requests hold blocks of it")
-
     def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int, report: Report) -> Generation:
         """Answer every prompt; the first call warms the engine up."""
         if not self.is_warm:
@@ -192,7 +184,7 @@ class VllmEngine:
         )
 
     def answer(self, requests: dict[int, Request], follow: Follow, seed: int, report: Report) -> None:
-        """Answer every conversation's request, and what `follow` returns for the answer; all are in flight at once."""
+        """Answer every conversation's request and those that `follow` returns; all are in flight at once."""
         torch.manual_seed(seed)
         self._run(requests, follow, report)
 

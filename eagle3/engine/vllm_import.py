@@ -1,8 +1,9 @@
-"""Import vLLM and what its engines load on the way, once for all engines that are forked from this process."""
+"""Imports vLLM and its engines' modules, once for all engines that are forked from this process."""
 
 import gc
 
-# Collections during the import take 3 of 15 s; what it makes stays for good, so later collections may skip it.
+# Collections during the import take 3 of 15 s; what it makes stays for good, so later collections may skip
+# it.
 gc.disable()
 
 import vllm  # noqa: E402

@@ -94,9 +94,12 @@ def speed_table(summary: dict[str, Any]) -> str:
 
 
 def empty_cache(engine: Any, report: Report) -> None:
-    """Forget the prefixes of earlier rounds; the reference keeps none."""
-    if hasattr(engine, "reset"):
-        engine.reset()
+    """Forget the prefixes of earlier rounds, so that the next job computes all; the reference keeps none."""
+    if not hasattr(engine, "llm"):
+        return
+    engine.engine.step()  # the last captured rows give their blocks back one step later
+    if not engine.llm.reset_prefix_cache():
+        raise RuntimeError("the prefix cache cannot be emptied while requests hold blocks of it")
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Asks a running vLLM server for completions: token ids in, token ids out, many in flight.
 
-Transient errors are tried again after growing pauses: a lost connection, a time-out, 408, 429, 5xx, an answer that is not JSON.
-Other 4xx are raised at once with the server's own words. The server's key comes from the environment and is sent in one header:
-it is in no message, setting or manifest.
+Transient errors are tried again after growing pauses: a lost connection, a time-out, 408, 429, 5xx, an answer
+that is not JSON. Other 4xx are raised at once with the server's own words. The server's key comes from the
+environment and is sent in one header: it is in no message, setting or manifest.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ from eagle3.uris import redact
 logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "EAGLE3_SERVER_KEY"
-# Pauses of 0.5, 1, 2 … 30 s, about two minutes in all: longer than a proxy's restart, shorter than a GPU should be idle.
+# Pauses of 0.5, 1, 2 … 30 s, about two minutes in all: longer than a proxy's restart, shorter than a GPU
+# should be idle.
 MAX_ATTEMPTS = 10
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 CONNECT_TIMEOUT_S = 10.0
@@ -30,10 +31,11 @@ CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S, READ_TIMEOUT_PER_TOKEN_S = 600.0, 0.25
 # Servers close idle connections after 5 s: one that is about to be closed must not be used again.
 KEEP_ALIVE_S = 3.0
-# A pool looks at all its connections several times a request: 256 in one pool cost 10 ms of CPU a request, in pools of 8, 2.2 ms.
+# A pool looks at all its connections several times a request: 256 in one pool take 10 ms of CPU a request, in
+# pools of 8 2.2 ms.
 POOL_SIZE = 8
 WARN_EVERY_S = 10.0
-SHOWN_CHARACTERS = 300
+EXCERPT_CHARACTERS = 300
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -106,13 +108,8 @@ class ServerClient:
             EngineDied: if it gives no usable answer in `max_attempts`.
             RuntimeError: if it answers another prompt.
         """
-        body = {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "return_token_ids": True,
-            **sampling,
-        }
+        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, **sampling}
+        body["return_token_ids"] = True
         read_s = READ_TIMEOUT_S + READ_TIMEOUT_PER_TOKEN_S * max_tokens
         answer = await self._ask("POST", "/v1/completions", _Completions, body, read_s)
         choice = answer.choices[0]
@@ -123,7 +120,8 @@ class ServerClient:
             )
         if choice.finish_reason not in ("stop", "length"):
             raise EngineDied(
-                f"the server at {self.url} ended an answer with {choice.finish_reason!r}; see its log, then run again"
+                f"the server at {self.url} ended an answer with {choice.finish_reason!r}; see its log, "
+                "then run again"
             )
         return Answer(choice.token_ids, choice.finish_reason)
 
@@ -137,25 +135,22 @@ class ServerClient:
     ) -> Model:
         timeout = httpx.Timeout(CONNECT_TIMEOUT_S, read=read_timeout_s, pool=None)
         start = time.monotonic()
+        fault = _Transient("")
         for attempt in range(1, self.max_attempts + 1):
-            least_pause_s = 0.0
             try:
-                response = await self._request(method, path, body, timeout)
-                fault = self._fault(response, path)
-                least_pause_s = _retry_after_s(response)
-                if fault is None:
-                    return self._parse(response, path, model)
+                return self._read(await self._request(method, path, body, timeout), path, model)
             except httpx.RequestError as e:
-                fault = f"{type(e).__name__} {e}".strip()
-            except _NoJson:
-                fault = f"no JSON but {self._shown(response.text)!r}"
+                fault = _Transient(f"{type(e).__name__} {e}".strip())
+            except _Transient as e:
+                fault = e
             if attempt < self.max_attempts:
                 self._warn(fault, attempt)
                 pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1)
-                await asyncio.sleep(max(pause_s, least_pause_s))
+                await asyncio.sleep(max(pause_s, fault.pause_s))
         raise EngineDied(
             f"the server at {self.url} gave no answer to {path} in {self.max_attempts} attempts over "
-            f"{time.monotonic() - start:.0f} s, at last: {fault}; see that it runs and can be reached from here, then run again"
+            f"{time.monotonic() - start:.0f} s, at last: {fault}; see that it runs and can be reached from "
+            "here, then run again"
         )
 
     async def _request(
@@ -167,71 +162,65 @@ class ServerClient:
         finally:
             self._free.append(pool)
 
-    def _fault(self, response: httpx.Response, path: str) -> str | None:
-        """What is wrong and may pass; None if nothing is. Raises what will not."""
-        if response.is_success:
-            return None
+    def _read(self, response: httpx.Response, path: str, model: type[Model]) -> Model:
         status = response.status_code
-        said = f"{status} {self._shown(response.text)}"
+        said = f"{status} {self._excerpt(response.text)}"
         if status in (408, 429) or status >= 500:
-            return said
-        remedy = "see that the URL is the server's own and that both run the same vLLM version"
-        if status in (401, 403):
-            remedy = f"set the environment variable {KEY_VARIABLE} to the server's API key"
-        elif status == 400:
-            remedy = "see the server's settings"
-        raise ValueError(f"the server at {self.url} refused {path}: {said}; {remedy}")
-
-    def _parse(self, response: httpx.Response, path: str, model: type[Model]) -> Model:
+            raise _Transient(said, _retry_after_s(response))
+        if not response.is_success:
+            remedy = "see that the URL is the server's own and that both run the same vLLM version"
+            if status in (401, 403):
+                remedy = f"set the environment variable {KEY_VARIABLE} to the server's API key"
+            elif status == 400:
+                remedy = "see the server's settings"
+            raise ValueError(f"the server at {self.url} refused {path}: {said}; {remedy}")
         try:
             return model.model_validate_json(response.content)
         except ValidationError as e:
             first = e.errors(include_input=False, include_url=False, include_context=False)[0]
-            if first["type"] == "json_invalid":
-                raise _NoJson from None
-            where = ".".join(map(str, first["loc"]))
-            raise RuntimeError(
-                f"the server at {self.url} answered {path} without what is needed ({where}: {first['msg']}); "
-                "it has to be vLLM, 0.10.2 or newer, which returns token ids"
-            ) from None
+        if first["type"] == "json_invalid":  # a proxy's page, or cut off
+            raise _Transient(f"no JSON but {self._excerpt(response.text)!r}")
+        where = ".".join(map(str, first["loc"]))
+        raise RuntimeError(
+            f"the server at {self.url} answered {path} without a field that is needed "
+            f"({where}: {first['msg']}); it has to be vLLM, 0.10.2 or newer, which returns token ids"
+        )
 
-    def _shown(self, text: str) -> str:
-        """The start of what the server said; a server that repeats the key does not get it into a log."""
-        redact = text.replace(self._key, "…") if self._key else text
-        return " ".join(redact.split())[:SHOWN_CHARACTERS]
+    def _excerpt(self, text: str) -> str:
+        """The start of a server's text for a message; without the key, which some servers repeat."""
+        without_key = text.replace(self._key, "…") if self._key else text
+        return " ".join(without_key.split())[:EXCERPT_CHARACTERS]
 
-    def _warn(self, fault: str, attempt: int) -> None:
+    def _warn(self, fault: Exception, attempt: int) -> None:
         if time.monotonic() - self._warned_at >= WARN_EVERY_S:
             self._warned_at = time.monotonic()
-            logger.warning(
-                "the server at %s: %s; attempt %d of %d, trying again",
-                self.url,
-                fault,
-                attempt,
-                self.max_attempts,
-            )
+            text = "the server at %s: %s; attempt %d of %d, trying again"
+            logger.warning(text, self.url, fault, attempt, self.max_attempts)
 
 
-class _NoJson(Exception):
-    """A body that is no JSON: a proxy's page, or cut off."""
+class _Transient(Exception):
+    """No usable answer, but the next try may get one, after a pause of at least pause_s seconds."""
+
+    def __init__(self, text: str, pause_s: float = 0.0) -> None:
+        super().__init__(text)
+        self.pause_s = pause_s
 
 
 def server_root(url: str) -> str:
     """The URL without its last slash and /v1.
 
     Raises:
-        ValueError: if it is no http(s) URL or carries a user's name or password.
+        ValueError: if it is no http(s) URL or has a user name or password.
     """
-    if "@" in url:  # not shown: what stands before it may be a password
+    if "@" in url:  # not shown: it may have a password
         raise ValueError(f"the server's URL must carry no user or password; put the key into {KEY_VARIABLE}")
+    must = f"the server's URL must read http://host:port without a query, got {redact(url)!r}"
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as e:
-        raise ValueError(
-            f"the server's URL must read http://host:port without a query, got {redact(url)!r}: {e}"
-        ) from None
+        raise ValueError(f"{must}: {e}") from None
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment:
-        raise ValueError(f"the server's URL must read http://host:port without a query, got {redact(url)!r}")
+        raise ValueError(must)
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
@@ -245,13 +234,13 @@ def _server_key() -> str:
 
 
 def _retry_after_s(response: httpx.Response) -> float:
-    """Seconds that the server asks to wait, at most LONGEST_PAUSE_S; dates are not read."""
-    asked = response.headers.get("retry-after", "")
-    return min(LONGEST_PAUSE_S, float(asked)) if asked.isdecimal() else 0.0
+    """The server's Retry-After in seconds, at most LONGEST_PAUSE_S; dates are not read."""
+    seconds = response.headers.get("retry-after", "")
+    return min(LONGEST_PAUSE_S, float(seconds)) if seconds.isdecimal() else 0.0
 
 
-def _difference(sent: list[int], came: list[int]) -> str:
-    if len(sent) != len(came):
-        return f"{len(sent)} tokens were sent, {len(came)} came back"
-    i = next(i for i, (a, b) in enumerate(zip(sent, came, strict=True)) if a != b)
-    return f"token {i} was sent as {sent[i]} and came back as {came[i]}"
+def _difference(sent: list[int], returned: list[int]) -> str:
+    if len(sent) != len(returned):
+        return f"{len(sent)} tokens were sent, {len(returned)} came back"
+    i = next(i for i, (a, b) in enumerate(zip(sent, returned, strict=True)) if a != b)
+    return f"token {i} was sent as {sent[i]} and came back as {returned[i]}"

@@ -1,7 +1,8 @@
-"""A vLLM server that the user runs, as an engine that answers; it captures nothing and serves no draft of ours.
+"""A vLLM server that the user runs, as an engine: it answers, but captures nothing and loads no draft.
 
-Requests carry no seed, since a CPU build of vLLM ends at the first seeded request. At temperature 0 answers repeat as far as the
-server's arithmetic does, which depends on the rows that it batches; above that they differ from run to run.
+Requests carry no seed, since a CPU build of vLLM ends at the first seeded request. At temperature 0 answers
+repeat as far as the server's arithmetic does, which depends on the rows that it batches; above that they
+differ from run to run.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ class ServerEngine:
     """Answers over HTTP, from the server at `settings.server_url`.
 
     Raises:
-        ValueError: if the server does not serve exactly one model, or takes fewer tokens than `engine.max_model_len`.
+        ValueError: if it does not serve exactly one model, or takes less than `engine.max_model_len`.
         EngineDied: if it does not answer.
     """
 
@@ -55,13 +56,13 @@ class ServerEngine:
         needed = self.settings.engine.max_model_len
         if (models[0].max_model_len or 0) < needed:
             raise ValueError(
-                f"the server at {self.url} must take {needed} tokens, it takes {models[0].max_model_len}; start it with "
-                f"--max-model-len {needed}, or lower engine.max_model_len"
+                f"the server at {self.url} must take {needed} tokens, it takes {models[0].max_model_len}; "
+                f"start it with --max-model-len {needed}, or lower engine.max_model_len"
             )
         return models[0]
 
     def answer(self, requests: dict[int, Request], follow: Follow, seed: int, report: Report) -> None:
-        """Answer every conversation's request, and what `follow` returns for the answer, until it returns None."""
+        """Answer every conversation's request and those that `follow` returns, until it returns None."""
         if any(request.sampling.temperature > 0 for request in requests.values()):
             logger.warning(
                 "seed %d is not used: a server samples with its own, so these answers differ from run to run",
@@ -91,7 +92,8 @@ class ServerEngine:
 
     async def _complete(self, client: ServerClient, request: Request) -> Answer:
         sampling = request.sampling
-        # An engine of ours ends answers at engine.max_model_len; a server refuses a request that may exceed its own limit.
+        # An engine of ours ends answers at engine.max_model_len; a server refuses a request that may exceed
+        # its own limit.
         wanted = min(sampling.max_new_tokens, self.settings.engine.max_model_len - len(request.prompt))
         fields: dict[str, Any] = {
             **NEUTRAL,
@@ -103,7 +105,7 @@ class ServerEngine:
         answer = await client.complete(self.served.id, request.prompt, wanted, **fields)
         if answer.finish_reason == "length" and len(answer.token_ids) != wanted:
             raise RuntimeError(
-                f"{wanted} tokens were asked for, the server at {self.url} stopped after {len(answer.token_ids)}; "
-                "its own limit is lower, start it with --generation-config vllm"
+                f"{wanted} tokens were asked for, the server at {self.url} stopped after "
+                f"{len(answer.token_ids)}; its own limit is lower, start it with --generation-config vllm"
             )
         return answer
