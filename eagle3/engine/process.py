@@ -84,8 +84,8 @@ class EngineProcess:
             self._receive(None)
 
     def is_alive(self) -> bool:
-        """Whether it takes jobs."""
-        return self.process.exitcode is None
+        """Whether it takes jobs; called between two of them, when only a process that died sends anything: EOF."""
+        return self.process.exitcode is None and not self.connection.poll()
 
     def run(self, job: Job, on_progress: OnProgress | None = None) -> Any:
         """Run a job in the process and return its result; after a failure the process ends.
