@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from eagle3.config.engine import EngineConfig
 from eagle3.engine.progress import Report
-from eagle3.regenerate.answers import Answer, Follow, Request, Sampling
+from eagle3.regenerate.answers import Answer, Follow, Request
 from eagle3.shards.tokens import TokenRow
 from eagle3.targets.properties import check_max_model_len
 
@@ -120,8 +120,11 @@ class AnsweringEngine(Protocol):
 class Engine(AnsweringEngine, Protocol):
     """The vLLM engine and the transformers reference."""
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int, report: Report) -> Generation:
-        """Answer every prompt; the same call gives the same answers."""
+    def warm_up(self, requests: list[Request]) -> None:
+        """Prepare a measurement: do what only the first requests need, and forget all prompts."""
+
+    def draft_counts(self) -> tuple[int, tuple[int, ...]]:
+        """Speculative rounds so far, and accepted draft tokens at position 1 … k; (0, ()) without a draft."""
 
     def capture(self, rows: list[TokenRow], add: Add) -> int:
         """Give every row's states at `settings.layer_ids` and the last layer to `add`, in any order.

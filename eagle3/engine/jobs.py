@@ -1,20 +1,30 @@
 """Jobs of the engine process: functions of an engine and a report, sent to it with their arguments."""
 
+import time
 from dataclasses import asdict
 from typing import Any
 
 from eagle3.config.engine import ExtractConfig, RegenerateConfig
 from eagle3.engine.interface import AnsweringEngine, Engine, Generation
 from eagle3.engine.progress import Report
-from eagle3.regenerate.answers import Sampling
+from eagle3.regenerate.answers import Answer, Request, Sampling
 
 
 def generate(
     engine: Engine, report: Report, prompts: list[list[int]], sampling: Sampling, seed: int
 ) -> Generation:
     """Answer the prompts."""
+    requests = {i: Request(prompt, sampling) for i, prompt in enumerate(prompts)}
+    answers: dict[int, Answer] = {}
+    engine.warm_up(list(requests.values()))
+    rounds_before, accepted_before = engine.draft_counts()
     report.begin(len(prompts), "answers", lambda: report.conversations)
-    return engine.generate(prompts, sampling, seed, report)
+    start = time.perf_counter()
+    engine.answer(requests, lambda i, answer: answers.update({i: answer}), seed, report)
+    seconds = time.perf_counter() - start
+    rounds, accepted = engine.draft_counts()
+    new_accepted = tuple(a - b for a, b in zip(accepted, accepted_before, strict=True))
+    return Generation([answers[i] for i in requests], seconds, rounds - rounds_before, new_accepted)
 
 
 def regenerate(

@@ -84,7 +84,7 @@ class EngineProcess:
             self._receive(None)
 
     def is_alive(self) -> bool:
-        """Whether it takes jobs; called between two of them, when only a process that died sends anything: EOF."""
+        """Whether it takes a job. Between two jobs nothing comes but the EOF of a process that died."""
         return self.process.exitcode is None and not self.connection.poll()
 
     def run(self, job: Job, on_progress: OnProgress | None = None) -> Any:

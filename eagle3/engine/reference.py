@@ -1,6 +1,5 @@
 """The target by transformers: a slow reference to check vLLM against, and for machines without vLLM."""
 
-import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from eagle3.engine.interface import Add, EngineSettings, Generation
+from eagle3.engine.interface import Add, EngineSettings
 from eagle3.engine.progress import Report
 from eagle3.regenerate.answers import Answer, Follow, Request, Sampling
 from eagle3.shards.tokens import TokenRow
@@ -33,6 +32,8 @@ class ReferenceEngine:
         )
         self.model = model.to(self.device).eval()
         self.model.generation_config = GenerationConfig()  # its sampling defaults would mix into every call
+        self.num_drafts = 0
+        self.accepted = [0] * (settings.speculation.num_tokens if settings.speculation else 0)
 
     def describe(self) -> dict[str, Any]:
         """Every setting that can change a state, for the manifest."""
@@ -84,19 +85,12 @@ class ReferenceEngine:
         wanted = [kept[-1] if k == depth else output.hidden_states[k] for k in layers]
         return torch.stack(wanted, dim=2), output.last_hidden_state
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int, report: Report) -> Generation:
-        """Answer every prompt."""
-        torch.manual_seed(seed)
-        start = time.perf_counter()
-        if self.settings.speculation is not None:
-            answers, rounds, accepted = self._speculate(prompts, sampling, report)
-            return Generation(answers, time.perf_counter() - start, rounds, tuple(accepted))
-        found: dict[int, Answer] = {}
-        for i, answer in self._sample(prompts, sampling):
-            found[i] = answer
-            report.add(len(answer.token_ids), 1)
-            report.tell()
-        return Generation([found[i] for i in range(len(prompts))], time.perf_counter() - start)
+    def warm_up(self, requests: list[Request]) -> None:
+        """Nothing to do."""
+
+    def draft_counts(self) -> tuple[int, tuple[int, ...]]:
+        """Speculative rounds so far, and accepted draft tokens by position; (0, ()) without a draft."""
+        return self.num_drafts, tuple(self.accepted)
 
     def answer(self, requests: dict[int, Request], follow: Follow, seed: int, report: Report) -> None:
         """Answer every conversation's request and those that `follow` returns, round by round."""
@@ -105,16 +99,25 @@ class ReferenceEngine:
             following: dict[int, Request | None] = {}
             for sampling in sorted({r.sampling for r in requests.values()}, key=str):
                 numbers = [i for i, r in requests.items() if r.sampling == sampling]
-                for n, answer in self._sample([requests[i].prompt for i in numbers], sampling):
+                for n, answer in self._answers([requests[i].prompt for i in numbers], sampling):
                     request = follow(numbers[n], answer)
                     following[numbers[n]] = request
                     report.add(len(answer.token_ids), request is None)
                     report.tell()
             requests = {i: request for i, request in following.items() if request}
 
-    def _sample(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[tuple[int, Answer]]:
-        """(number of the prompt, answer), batch by batch."""
-        longest, end_ids = sampling.max_new_tokens, self._end_ids(sampling)
+    def _answers(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[tuple[int, Answer]]:
+        """(number of the prompt, answer), as they are made."""
+        end_ids = [] if sampling.ignore_eos else self.end_ids
+        written = self._speculate if self.settings.speculation else self._sample
+        for i, token_ids in written(prompts, sampling, end_ids):
+            yield i, Answer(token_ids, "stop" if token_ids[-1] in end_ids else "length")
+
+    def _sample(
+        self, prompts: list[list[int]], sampling: Sampling, end_ids: list[int]
+    ) -> Iterator[tuple[int, list[int]]]:
+        """(number of the prompt, token ids), batch by batch."""
+        longest = sampling.max_new_tokens
         config = GenerationConfig(
             max_new_tokens=longest, eos_token_id=end_ids or None, pad_token_id=0, **_how(sampling)
         )
@@ -123,15 +126,12 @@ class ReferenceEngine:
             output = self.model.generate(ids, attention_mask=mask, generation_config=config)
             for i, written in zip(batch, output[:, ids.shape[1] :].tolist(), strict=True):
                 end = next((n + 1 for n, token in enumerate(written) if token in end_ids), len(written))
-                yield i, _answer(written[:end], end_ids)
-
-    def _end_ids(self, sampling: Sampling) -> list[int]:
-        return [] if sampling.ignore_eos else self.end_ids
+                yield i, written[:end]
 
     def _speculate(
-        self, prompts: list[list[int]], sampling: Sampling, report: Report
-    ) -> tuple[list[Answer], int, list[int]]:
-        """Answers, rounds, and accepted draft tokens by position."""
+        self, prompts: list[list[int]], sampling: Sampling, end_ids: list[int]
+    ) -> Iterator[tuple[int, list[int]]]:
+        """(number of the prompt, token ids), one by one."""
         from eagle3.draft.decode import ReferenceDraft, speculative_generate
 
         if sampling.temperature > 0:
@@ -143,22 +143,13 @@ class ReferenceEngine:
         assert speculation is not None
         embedding = self.model.get_input_embeddings().weight
         draft = ReferenceDraft.load(speculation.draft_dir, embedding, self.model.dtype)
-        k, end_ids = speculation.num_tokens, self._end_ids(sampling)
-        answers, rounds, accepted = [], 0, [0] * k
-        for prompt in prompts:
-            written, more_rounds, more = speculative_generate(
-                self.model, draft, prompt, sampling.max_new_tokens, k, end_ids
+        for i, prompt in enumerate(prompts):
+            token_ids, rounds, accepted = speculative_generate(
+                self.model, draft, prompt, sampling.max_new_tokens, speculation.num_tokens, end_ids
             )
-            answers.append(_answer(written, end_ids))
-            report.add(len(written), 1)
-            report.tell()
-            rounds += more_rounds
-            accepted = [a + b for a, b in zip(accepted, more, strict=True)]
-        return answers, rounds, accepted
-
-
-def _answer(token_ids: list[int], end_ids: list[int]) -> Answer:
-    return Answer(token_ids, "stop" if token_ids[-1] in end_ids else "length")
+            self.num_drafts += rounds
+            self.accepted = [a + b for a, b in zip(self.accepted, accepted, strict=True)]
+            yield i, token_ids
 
 
 def _how(sampling: Sampling) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import time
-from collections import Counter
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,18 +15,15 @@ from vllm.sampling_params import RequestOutputKind
 
 from eagle3.engine.capture import capture_with_vllm
 from eagle3.engine.handover import Receiver
-from eagle3.engine.interface import Add, EngineSettings, Generation
+from eagle3.engine.interface import Add, EngineSettings
 from eagle3.engine.progress import Report
-from eagle3.regenerate.answers import Answer, Follow, Request, Sampling
+from eagle3.regenerate.answers import Answer, Follow, Request
 from eagle3.shards.tokens import TokenRow
 from eagle3.targets.properties import DTYPE_BYTES, end_of_turn_ids
 
 # A CPU engine's default block of 128 tokens is longer than most shared prompts, so nothing would be cached;
 # its kernels want multiples of 32.
 CPU_BLOCK_SIZE = 32
-GENERATED = "vllm:generation_tokens"
-NUM_DRAFTS = "vllm:spec_decode_num_drafts"
-ACCEPTED_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 WARM_UP_PROMPTS, WARM_UP_TOKENS = 4, 4
 
 
@@ -160,36 +155,21 @@ class VllmEngine:
             self.engine, rows, add_columns, self._bytes_per_state_token(), self.settings.engine.max_num_seqs
         )
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int, report: Report) -> Generation:
-        """Answer every prompt; the first call warms the engine up."""
+    def warm_up(self, requests: list[Request]) -> None:
+        """Answer a few tokens once, and empty the prefix cache."""
         if not self.is_warm:
-            short = replace(sampling, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
-            self._run(_numbered(prompts[:WARM_UP_PROMPTS], short), lambda i, answer: None, Report())
             self.is_warm = True
-        answers: dict[int, Answer] = {}
+            for i, request in enumerate(requests[:WARM_UP_PROMPTS]):
+                longest = min(WARM_UP_TOKENS, request.sampling.max_new_tokens)
+                self._add(i, Request(request.prompt, replace(request.sampling, max_new_tokens=longest)))
+            while self.engine.has_unfinished_requests():
+                self.engine.step()
         self.llm.reset_prefix_cache()
-        torch.manual_seed(seed)
-        counts_before = self._counters()
-        start = time.perf_counter()
-        self._run(_numbered(prompts, sampling), lambda i, answer: answers.update({i: answer}), report)
-        seconds = time.perf_counter() - start
-        counts = self._counters()
-        counts.subtract(counts_before)
-        positions = sorted(name for name in counts if isinstance(name, int))
-        return Generation(
-            [answers[i] for i in range(len(prompts))],
-            seconds,
-            counts[NUM_DRAFTS],
-            tuple(counts[position] for position in positions),
-        )
 
     def answer(self, requests: dict[int, Request], follow: Follow, seed: int, report: Report) -> None:
         """Answer every conversation's request and those that `follow` returns; all are in flight at once."""
         torch.manual_seed(seed)
-        self._run(requests, follow, report)
-
-    def _run(self, requests: dict[int, Request], follow: Follow, report: Report) -> None:
-        before = self._counters()[GENERATED]
+        before = self._num_generated()
         for i, request in requests.items():
             self._add(i, request)
         while self.engine.has_unfinished_requests():
@@ -201,7 +181,7 @@ class VllmEngine:
                     self._add(i, following)
                 report.add(len(answer.token_ids), following is None)
             # Called once a second: reading the engine's metrics takes a millisecond.
-            report.tell(lambda: self._counters()[GENERATED] - before)
+            report.tell(lambda: self._num_generated() - before)
 
     def _add(self, i: int, request: Request) -> None:
         sampling = request.sampling
@@ -216,19 +196,20 @@ class VllmEngine:
         )
         self.engine.add_request(str(i), tokens_input(request.prompt), parameters)
 
-    def _counters(self) -> Counter[str | int]:
-        """Engine counters by name; accepted draft tokens by position, with the position as the name."""
-        counts: Counter[str | int] = Counter()
+    def _num_generated(self) -> int:
+        """Tokens so far, those of unfinished answers too."""
+        return sum(m.value for m in self.llm.get_metrics() if m.name == "vllm:generation_tokens")
+
+    def draft_counts(self) -> tuple[int, tuple[int, ...]]:
+        """Speculative rounds so far, and accepted draft tokens by position; (0, ()) without a draft."""
+        rounds = 0
+        accepted: tuple[int, ...] = ()
         for metric in self.llm.get_metrics():
-            if metric.name == ACCEPTED_PER_POSITION:
-                counts.update(dict(enumerate(metric.values)))
-            elif hasattr(metric, "value"):
-                counts[metric.name] += metric.value
-        return counts
-
-
-def _numbered(prompts: list[list[int]], sampling: Sampling) -> dict[int, Request]:
-    return {i: Request(prompt, sampling) for i, prompt in enumerate(prompts)}
+            if metric.name == "vllm:spec_decode_num_drafts":
+                rounds += metric.value
+            elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+                accepted = tuple(metric.values)
+        return rounds, accepted
 
 
 def _vllm_version() -> str:
