@@ -119,7 +119,7 @@ def test_the_servers_greedy_answers_are_the_models_own(server: Server) -> None:
 
 
 def test_a_wrong_key_and_long_prompts_are_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="refused /v1/completions: 400 .*max_tokens"):
+    with pytest.raises(ValueError, match="refused /v1/completions: 400 .*at least 129 input tokens"):
         answers_of(server.engine(), [[1] * 129], Sampling(0.0, 1.0, 1))
     monkeypatch.setenv(KEY_VARIABLE, "wrong")
     with pytest.raises(ValueError, match=f"401 .*Unauthorized.*{KEY_VARIABLE}"):
