@@ -1,8 +1,8 @@
-"""Conversations to token ids and loss masks, by the tokenizer's own chat template.
+"""Tokenize conversations and make their loss masks.
 
-A row is a list of pieces (eagle3/data/template.py). Each begins where a generation prompt ends and is
-tokenized on its own, so that the tokens before an answer are exactly those that serving feeds: in the whole
-text the last characters of a generation prompt could merge with the first of the answer. Pieces of ChatML:
+A row is a list of pieces (eagle3/data/template.py). A piece begins where a generation prompt ends and is
+tokenized on its own, so the tokens before an answer are those that the engine gets as a prompt. Tokenized as
+one text, the end of the prompt could merge with the begin of the answer. Pieces of ChatML:
 
     <s>user⏎Hi</s>⏎<s>assistant⏎ | Hello!</s>⏎<s>user⏎Bye</s>⏎<s>assistant⏎ | See you!</s>
                                    ^^^^^^^^^^ supervised                       ^^^^^^^^^^^^
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class EncodedRow(NamedTuple):
-    """T token ids; T flags, True on the model's tokens; number of tokens cut off; why to drop it, or ""."""
+    """token_ids: T ids. loss_mask: T flags, True where the model wrote the token. reason: why to drop it."""
 
     token_ids: list[int]
     loss_mask: list[bool]
@@ -31,11 +31,7 @@ class EncodedRow(NamedTuple):
 
 
 def load_chat_tokenizer(tokenizer_dir: str | Path) -> "PreTrainedTokenizerBase":
-    """Load a target's tokenizer from its directory, without the network.
-
-    Raises:
-        ValueError: if there is none that tokenizes in pieces and has a chat template; names the directory.
-    """
+    """Load a target's tokenizer from its directory; refuse one without a chat template."""
     from transformers import AutoTokenizer
 
     try:
@@ -47,30 +43,29 @@ def load_chat_tokenizer(tokenizer_dir: str | Path) -> "PreTrainedTokenizerBase":
         remedy = "choose a chat model or add chat_template.jinja"
         raise ValueError(f"{tokenizer_dir}: the tokenizer has no chat template; {remedy}")
     if not tokenizer.is_fast or _anchor(tokenizer) is None:
-        rule = (
-            "the tokenizer cannot tokenize a text in pieces (it is slow, or changes the begin of every text)"
+        raise ValueError(
+            f"{tokenizer_dir}: the tokenizer cannot tokenize a text in pieces (it is slow, or changes the begin "
+            "of every text); choose a target with a fast tokenizer (tokenizer.json)"
         )
-        remedy = "choose a target with a tokenizer.json that does"
-        raise ValueError(f"{tokenizer_dir}: {rule}; {remedy}")
     return cast("PreTrainedTokenizerBase", tokenizer)
 
 
 def conversation_rows(
     tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, thinking: bool | None = None
 ) -> list[list[Piece]]:
-    """Render a conversation and cut it where answers begin.
+    """Render a conversation up to its last answer and cut it where answers begin.
 
     Args:
         tokenizer: fast, with a chat template.
-        conversation: its last answer ends the last row; a turn before the first user turn is context only.
-        thinking: on or off, passed to the template; None leaves it to the template. Off leaves thoughts out.
+        conversation: answers before the first user turn are not supervised.
+        thinking: the template's switch; None leaves it to the template, False also drops the reasoning.
 
     Returns:
-        one row, or several where the template changes earlier turns as the conversation grows, as by dropping
-        thoughts. Every answer is supervised in exactly one row. No row without an answer.
+        several rows if the template changes earlier turns later, for example drops their reasoning. Each
+        answer is supervised in exactly one row; without an answer there is no row.
 
     Raises:
-        BadRow: control_token, template_refuses, answer_not_cut, tool_calls_not_rendered or too_deep.
+        BadRow: if the template cannot write the conversation.
     """
     return template_of(tokenizer, thinking).rows(conversation)
 
@@ -78,7 +73,7 @@ def conversation_rows(
 def prompt_row(
     tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, thinking: bool | None = None
 ) -> list[Piece]:
-    """Render a conversation and the generation prompt, for the target to answer; as `conversation_rows`."""
+    """Render a conversation and the generation prompt; arguments and errors as in `conversation_rows`."""
     return template_of(tokenizer, thinking).prompt(conversation)
 
 
@@ -90,15 +85,14 @@ def encode_rows(
     Args:
         tokenizer: the one that rendered the rows.
         rows: pieces as `conversation_rows` and `prompt_row` return them.
-        max_tokens: longer rows are cut after the last answer that fits, else inside the first answer.
+        max_tokens: longer rows are cut after the last answer that fits, or inside the first answer.
 
     Returns:
-        one for each row, in order. reason: empty_mask where a row with answers has no two supervised
-        neighbours (an answer's first token is never drafted), merged_pieces where the tokenizer merges
-        pieces.
+        one for each row, in order. reason: empty_mask if no two supervised tokens follow each other (an
+        answer's first token is never drafted), merged_pieces if the tokenizer merges the pieces.
     """
     anchor = _anchor(tokenizer) or ""
-    # Serving tokenizes a row from its begin; the later pieces must not be tokenized as the begin of a text.
+    # Only the first piece is the begin of a text for the engine.
     prefixes = [anchor if i else "" for pieces in rows for i in range(len(pieces))]
     texts = [piece.text for pieces in rows for piece in pieces]
     encoded = _encode(tokenizer, [anchor, *map(str.__add__, prefixes, texts)])
@@ -113,25 +107,26 @@ def encode_rows(
             reason = reason if is_apart else "merged_pieces"
             token_ids += ids
             loss_mask += [True] * num_answer + [False] * (len(ids) - num_answer)
-        row = _fit(token_ids, loss_mask, max_tokens)
-        if not reason and any(piece.num_answer for piece in pieces) and b"\1\1" not in bytes(row.loss_mask):
+        end = _end_of_row(loss_mask, max_tokens)
+        has_answers = any(piece.num_answer for piece in pieces)
+        if not reason and has_answers and b"\1\1" not in bytes(loss_mask[:end]):
             reason = "empty_mask"
-        encoded_rows.append(row._replace(reason=reason))
+        encoded_rows.append(EncodedRow(token_ids[:end], loss_mask[:end], len(token_ids) - end, reason))
     return encoded_rows
 
 
 def _piece_tokens(
     encoded: "BatchEncoding", index: int, anchor: str, piece: Piece
 ) -> tuple[list[int], int, bool]:
-    """Token ids of a piece, how many of the first are the model's, and whether it was not merged.
+    """Token ids of a piece, the number of answer tokens at its begin, and False if tokens were merged.
 
-    The piece was tokenized after the anchor, or after "" at the begin of a row; text 0 is the anchor alone.
+    Text 0 is the anchor alone; text `index` is the anchor (empty in a row's first piece) and the piece.
     """
     ids = encoded["input_ids"][index]
     num_answer = len(ids)
     is_apart = True
     if piece.num_answer < len(piece.text):
-        # The model's last character belongs to a control token, so no token reaches across it.
+        # An answer ends with a control token, so no token goes beyond it.
         last = encoded.char_to_token(index, len(anchor) + piece.num_answer - 1) if piece.num_answer else -1
         num_answer = (last or 0) + 1
         is_apart = last is not None
@@ -146,7 +141,7 @@ def _piece_tokens(
 def text_spans(
     tokenizer: "PreTrainedTokenizerBase", token_ids: list[int], loss_mask: list[bool]
 ) -> list[tuple[str, bool]]:
-    """Decode a row for people: (text, supervised) for every run of equal mask."""
+    """Decode a row for reports: (text, supervised) for every run of equal flags."""
     spans = []
     for supervised, run in groupby(zip(loss_mask, token_ids, strict=True), key=lambda pair: pair[0]):
         ids = [token for _, token in run]
@@ -156,22 +151,22 @@ def text_spans(
 
 
 def sample_of(tokenizer: "PreTrainedTokenizerBase", row: TokenRow) -> dict[str, Any]:
-    """A row for reports, JSON-ready: sample_id, source, tokens (a count), spans [[text, supervised], …]."""
+    """A row for reports, JSON-ready: sample_id, source, number of tokens, spans [[text, supervised], …]."""
     spans = [list(span) for span in text_spans(tokenizer, row.token_ids, row.loss_mask)]
     return {"sample_id": row.sample_id, "source": row.source, "tokens": len(row.token_ids), "spans": spans}
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> "BatchEncoding":
-    """Tokenize texts in one batch and add nothing: templates write their own special tokens."""
+    """Tokenize texts in one batch without special tokens: templates write their own."""
     no_masks = {"return_attention_mask": False, "return_token_type_ids": False}
     return tokenizer(texts, add_special_tokens=False, verbose=False, **no_masks)
 
 
 @lru_cache(maxsize=8)
 def _anchor(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """A text after which a piece is tokenized as in the middle of a text; None if no such text is known.
+    """A prefix with which a piece is tokenized as the middle of a text; None if no prefix does that.
 
-    SentencePiece tokenizers put a space before every text, but not before a piece that follows other text.
+    SentencePiece tokenizers add a space to the begin of every text, which a later piece must not get.
     """
     for anchor in ("", tokenizer.bos_token or "", "\n"):
         start, begun, piece = _encode(tokenizer, [anchor, "a", f"{anchor}b"])["input_ids"]
@@ -181,9 +176,8 @@ def _anchor(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     return None
 
 
-def _fit(token_ids: list[int], loss_mask: list[bool], max_tokens: int | None) -> EncodedRow:
-    size = len(token_ids)
-    if max_tokens is not None and size > max_tokens:
-        ends = (e for e in range(max_tokens, 0, -1) if loss_mask[e - 1] and not loss_mask[e])
-        size = next(ends, max_tokens)
-    return EncodedRow(token_ids[:size], loss_mask[:size], len(token_ids) - size, "")
+def _end_of_row(loss_mask: list[bool], max_tokens: int | None) -> int:
+    if max_tokens is None or len(loss_mask) <= max_tokens:
+        return len(loss_mask)
+    ends = (e for e in range(max_tokens, 0, -1) if loss_mask[e - 1] and not loss_mask[e])
+    return next(ends, max_tokens)

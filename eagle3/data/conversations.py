@@ -1,4 +1,4 @@
-"""Rows to conversations. The keys of a row give its format, the first match wins:
+"""Read a row as a conversation. The keys of the row give its format; the first match wins:
 
     pretokenized      input_ids and loss_mask
     openai_messages   messages | conversations | conversation: turns of {role, content}
@@ -6,8 +6,8 @@
     prompt_response   one of PROMPT_KEYS and one of RESPONSE_KEYS; `input` follows an instruction
     prompt_only       one of PROMPT_KEYS
 
-All but the first may have system, and tools or functions. Lists may be JSON in a string, as in many hub
-files. Other keys (id, source, …) are ignored.
+All but the first may also have system, and tools or functions. Lists may be JSON in a string. Other keys (id,
+source, …) are ignored.
 """
 
 import json
@@ -15,17 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-ROLE_OF = {
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(
-        ("assistant", "gpt", "chatgpt", "bing", "bard", "claude", "model", "bot", "ai"), "assistant"
-    ),
-    **dict.fromkeys(
-        ("tool", "function", "observation", "tool_response", "function_response", "ipython"), "tool"
-    ),
-    **dict.fromkeys(("function_call", "tool_call", "tool_calls"), "calls"),
+ROLE_NAMES = {
+    "system": ("system", "developer"),
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "claude", "model", "bot", "ai"),
+    "tool": ("tool", "function", "observation", "tool_response", "function_response", "ipython"),
+    "calls": ("function_call", "tool_call", "tool_calls"),
 }
+ROLE_OF = {name: role for role, names in ROLE_NAMES.items() for name in names}
 TURN_KEYS = ("messages", "conversations", "conversation")
 PROMPT_KEYS = ("prompt", "instruction", "question", "query", "problem", "input")
 RESPONSE_KEYS = ("response", "completion", "output", "solution", "answer")
@@ -34,7 +31,7 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 class Message(TypedDict, total=False):
-    """One turn. role: system, user, assistant or tool. content: "" where there are only tool calls.
+    """One turn. role: system, user, assistant or tool. content: "" in a turn of tool calls only.
 
     tool_calls: [{"id"?, "type": "function", "function": {"name": str, "arguments": dict}}].
     """
@@ -49,7 +46,7 @@ class Message(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns, the tools that the assistant may call (JSON schemas), and the name of the row's format."""
+    """Turns, the tools of the assistant (JSON schemas), and the name of the row's format."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -65,7 +62,7 @@ class Pretokenized:
 
 
 class BadRow(ValueError):
-    """A row that cannot be used. reason: a short code to count it by; the message gives rule and remedy."""
+    """A row that cannot be used. reason: a short code for the report's counts."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(reason, message)
@@ -76,12 +73,7 @@ class BadRow(ValueError):
 
 
 def to_conversation(row: Mapping[str, Any]) -> Conversation | Pretokenized:
-    """Read the conversation in a row.
-
-    Raises:
-        BadRow: no_conversation, no_user, bad_turn, bad_role, bad_json, bad_tool_call, bad_tools,
-            bad_token_ids, not_text, empty_text, bad_unicode or too_deep.
-    """
+    """Read a row; BadRow if it has no conversation that can be used."""
     if row.get("input_ids") is not None:
         return _read_pretokenized(row)
     try:
@@ -92,7 +84,7 @@ def to_conversation(row: Mapping[str, Any]) -> Conversation | Pretokenized:
 
 
 def drop_trailing_answer(messages: list[Message]) -> list[Message]:
-    """The messages that the target is to answer: all but assistant turns at the end."""
+    """The messages without the assistant turns at the end, for the target to answer."""
     end = len(messages)
     while end and messages[end - 1]["role"] == "assistant":
         end -= 1
@@ -148,7 +140,7 @@ def _read_column(value: Any, role: str, key: str) -> list[Message]:
 
 
 def _read_turn(turn: Any, where: str) -> list[Message]:
-    """One message; none for an empty system prompt, which many files have."""
+    """One message, or none for an empty system prompt."""
     if not isinstance(turn, dict):
         found = f"{where} must be an object, got {_type_name(turn)}"
         raise BadRow("bad_turn", f'{found}; write {{"role": …, "content": …}}')
@@ -172,7 +164,9 @@ def _read_turn(turn: Any, where: str) -> list[Message]:
         if reasoning.strip():
             message["reasoning_content"] = reasoning
         if calls:
-            message["tool_calls"] = _read_calls(calls, where)
+            calls = _parse_json(calls, f"the tool call in {where}", "bad_tool_call")
+            listed = calls if isinstance(calls, list) else [calls]
+            message["tool_calls"] = [_read_call(call, where) for call in listed]
     if role == "tool" and isinstance(turn.get("tool_call_id"), str):
         message["tool_call_id"] = turn["tool_call_id"]
     if role == "tool" and isinstance(turn.get("name"), str):
@@ -183,7 +177,7 @@ def _read_turn(turn: Any, where: str) -> list[Message]:
 
 
 def _read_text(value: Any, where: str, objects_too: bool = False) -> str:
-    """Text, or the parts of a text joined by line breaks as in vLLM, or an object as JSON if allowed."""
+    """Read a string, or a list of text parts (joined by line breaks as in vLLM), or an object as JSON."""
     if value is None:
         return ""
     if isinstance(value, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
@@ -197,11 +191,6 @@ def _read_text(value: Any, where: str, objects_too: bool = False) -> str:
     return value
 
 
-def _read_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    value = _parse_json(value, f"the tool call in {where}", "bad_tool_call")
-    return [_read_call(call, where) for call in (value if isinstance(value, list) else [value])]
-
-
 def _read_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
@@ -212,7 +201,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     arguments = _parse_json(arguments, f"arguments of {name}", "bad_tool_call")
     if not isinstance(arguments, dict):
         found = f"arguments of {name} in {where} must be an object, got {_type_name(arguments)}"
-        raise BadRow("bad_tool_call", f"{found}; mend them")
+        raise BadRow("bad_tool_call", f"{found}; correct them")
     _check_unicode(json.dumps([name, arguments], ensure_ascii=False), where)
     number = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**number, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -235,7 +224,8 @@ def _read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _read_pretokenized(row: Mapping[str, Any]) -> Pretokenized:
-    ids, mask = row["input_ids"], row.get("loss_mask")
+    ids = row["input_ids"]
+    mask = row.get("loss_mask")
     if not isinstance(ids, list) or not isinstance(mask, list) or not ids or len(ids) != len(mask):
         raise _bad_tokens("input_ids and loss_mask must be lists of one length, at least 1")
     if not all(type(t) is int and t >= 0 for t in ids):
@@ -246,11 +236,11 @@ def _read_pretokenized(row: Mapping[str, Any]) -> Pretokenized:
 
 
 def _bad_tokens(rule: str) -> BadRow:
-    return BadRow("bad_token_ids", f"{rule}, got something else; mend the row or give messages instead")
+    return BadRow("bad_token_ids", f"{rule}, got something else; correct the row or give messages")
 
 
 def _parse_json(value: Any, where: str, reason: str = "bad_json") -> Any:
-    """The value, or what it spells where it is a string."""
+    """Parse a string as JSON; other values are returned as they are."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,9 +1,9 @@
-"""The rows of a run by source: statistics, sample rows, and the count of every supervised token.
+"""Describe the rows of a run by source: statistics, sample rows, and the count of every supervised token.
 
-Rows come one by one, so memory holds one shard. A description is a directory of two files:
+Rows are streamed, so memory holds one shard. A description is a directory of two files:
 
     rows.json            figures {source: statistics}, samples, end_of_turn_ids
-    counts.safetensors   counts [S, V] int64, a line a source in the order of `figures`
+    counts.safetensors   counts [S, V] int64, one line for each source in the order of `figures`
 """
 
 import json
@@ -29,11 +29,10 @@ MAX_SOURCE_SAMPLES = 2
 
 @dataclass(frozen=True)
 class Description:
-    """The rows of a run.
+    """The rows of a run by source.
 
-    statistics: {source: {rows, tokens, supervised_tokens, lengths [[tokens at most, rows], …]}}. samples:
-    [{sample_id, source, tokens, spans [[text, supervised], …]}]. end_of_turn_ids: in every draft vocabulary.
-    counts: [S, V] int64 supervised occurrences, a line a source in the order of `statistics`.
+    statistics: {source: {rows, tokens, supervised_tokens, lengths [[tokens at most, rows], …]}}. samples: as
+    `sample_of` returns them. counts: [S, V] int64 supervised occurrences in the order of `statistics`.
     """
 
     statistics: dict[str, dict[str, Any]]
@@ -54,17 +53,14 @@ def describe_rows(
     end_of_turn_ids: list[int],
     num_samples: int,
 ) -> Description:
-    """Go through the rows once.
+    """Count the rows of all shards in one pass.
 
     Args:
-        rows: conversations of all shards, in order.
-        tokenizer: the target's, for the samples.
+        rows: in order.
+        tokenizer: decodes the samples.
         vocab_size: V of the target.
-        end_of_turn_ids: of the target.
-        num_samples: at most: the first row of each source, then the second of each.
-
-    Raises:
-        ValueError: if a supervised token id is not the target's; names the row.
+        end_of_turn_ids: of the target; each is in every draft vocabulary.
+        num_samples: most samples: the first row of each source, then the second of each.
     """
     counters: dict[str, TokenCounter] = {}
     statistics: dict[str, RowCounts] = {}
@@ -89,15 +85,15 @@ def describe_rows(
 
 
 def measure_coverage(description: Description, t2d: Tensor) -> dict[str, Any]:
-    """Measure the share of the supervised text that a draft vocabulary covers.
+    """Measure the share of the supervised tokens that a draft vocabulary covers.
 
     Args:
-        description: of rows of which at least one token is supervised.
+        description: at least one of its tokens is supervised.
         t2d: [V] bool, True for the target tokens of the draft vocabulary.
 
     Returns:
-        JSON-ready: size K, coverage (share of supervised tokens inside), by_source {name: [inside,
-        supervised]}, by_size [[K, coverage], …] for the most frequent K tokens, K a power of two or V.
+        JSON-ready: size K of the vocabulary, coverage, by_source {name: [covered, supervised]}, by_size [[K,
+        coverage], …] for the most frequent K tokens, K a power of two or V.
     """
     inside = description.counts[:, t2d].sum(1).tolist()
     supervised = description.counts.sum(1).tolist()
@@ -112,7 +108,7 @@ def measure_coverage(description: Description, t2d: Tensor) -> dict[str, Any]:
 
 
 def write_description(directory: str | Path, description: Description) -> None:
-    """Write both files into a directory."""
+    """Write rows.json and counts.safetensors."""
     path = Path(directory)
     save_file({"counts": description.counts}, path / "counts.safetensors")
     content = {

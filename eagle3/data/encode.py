@@ -1,11 +1,11 @@
-"""Source rows to token rows: what becomes of a row depends on that row and the settings alone."""
+"""Encode source rows as token rows. The result for a row depends only on the row and the settings."""
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Literal
+from itertools import chain, islice, pairwise
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from eagle3.config.data import DataConfig
 from eagle3.data.chat import EncodedRow, conversation_rows, encode_rows, prompt_row
@@ -28,16 +28,18 @@ if TYPE_CHECKING:
 
 MAX_BATCH_ROWS = 128
 MAX_BATCH_BYTES = 8 << 20
-MAX_TOKENIZED_CHARS = 1 << 20  # in one call of the tokenizer, which needs some 100 bytes a token
+MAX_TOKENIZED_CHARS = 1 << 20  # in one call of the tokenizer, which takes about 100 bytes per token
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to make of a source's rows.
+    """How to encode the rows of one source.
 
-    source: name written into them. preset, thinking: as in SourceConfig. keep: `answers` for whole
-    conversations; `script` for what the target is asked first, with an all-False mask and the script of the
-    rest; `last_prompt` for what it is asked last, after the row's own history.
+    source: its name in the rows. preset, thinking: as in SourceConfig. keep: `answers` for whole conversations;
+    `script` for the messages up to the first answer, with an all-False mask and a script of the rest;
+    `last_prompt` for the conversation without its last answer.
     """
 
     source: str
@@ -48,12 +50,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one source row.
+    """The result of one source row.
 
-    rows: its token rows; several where the template needs them; none if dropped, for `reason` and with
-    `message`. opening: key of the first user text: rows with one opening stay on one side of every split.
-    content: digest of the conversation. script: as in TokenRow. is_cut: tokens were left out to fit the
-    limits. turns: user turns.
+    where: file and line. rows: its token rows, none if it is dropped. reason, message: why it is dropped. opening:
+    key of the first user text; splits keep rows of one opening together. content: digest of the conversation.
+    script: as in TokenRow. is_cut: tokens were left out to fit the limits. turns: user turns.
     """
 
     where: str
@@ -69,12 +70,12 @@ class Outcome:
     format: str = ""
 
     def dropped(self, reason: str, message: str) -> "Outcome":
-        """The same without token rows."""
+        """The same outcome without token rows."""
         return replace(self, rows=[], reason=reason, message=message)
 
 
 class RowEncoder:
-    """Rows to outcomes in this process, with one tokenizer and the keys of the conversations to leave out."""
+    """Encodes rows in this process. excluded: keys of the user texts that no row may have."""
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", cfg: DataConfig, excluded: frozenset[str] = frozenset()
@@ -85,21 +86,23 @@ class RowEncoder:
         self.num_tokens = len(tokenizer)
 
     def encode_all(self, records: Iterable[Record], task: Task) -> Iterator[Outcome]:
-        """One outcome a record, in order."""
+        """Yield one outcome for each record, in order."""
         for batch in in_batches(records):
             yield from self.encode(batch, task)
 
     def encode(self, records: Sequence[Record], task: Task) -> list[Outcome]:
-        """The same for one batch."""
+        """Return one outcome for each record of a batch."""
         read = [self._read(record, task) for record in records]
-        encoded = iter(self._tokenize([pieces for _, rows in read for pieces in rows], task))
+        limit = self.cfg.max_tokens if task.keep == "answers" else None
+        batches = _batches((pieces for _, rows in read for pieces in rows), _num_chars, MAX_TOKENIZED_CHARS)
+        encoded = chain.from_iterable(encode_rows(self.tokenizer, batch, limit) for batch in batches)
         return [
             self._add_rows(outcome, list(islice(encoded, len(rows))), task) if rows else outcome
             for outcome, rows in read
         ]
 
     def _read(self, record: Record, task: Task) -> tuple[Outcome, list[list[Piece]]]:
-        """The outcome so far, and the pieces of the rows that are still to be tokenized."""
+        """The outcome so far, and the pieces that must still be tokenized."""
         outcome = Outcome(record.where)
         if record.row is None:
             return outcome.dropped(record.reason, record.message), []
@@ -111,7 +114,7 @@ class RowEncoder:
             return self._render(outcome, conversation, task)
         except BadRow as e:
             return outcome.dropped(e.reason, str(e)), []
-        # One of ten million rows that a mapping or a template fails on must not end the run.
+        # A preset or a template that fails on one row of ten million must not end the run.
         except Exception as e:
             return outcome.dropped("failed", f"{type(e).__name__}: {e}"), []
 
@@ -148,52 +151,40 @@ class RowEncoder:
         return replace(outcome, content=_content(kept, text), script=text), [pieces]
 
     def _take_tokens(self, outcome: Outcome, row: Pretokenized, task: Task) -> Outcome:
-        """A row that comes as tokens: its prompt ends at the first supervised one."""
-        ids, mask = row.token_ids, row.loss_mask
+        """Use a pretokenized row. Its prompt ends before the first supervised token."""
+        ids = row.token_ids
+        mask = row.loss_mask
         if max(ids) >= self.num_tokens:
-            raise BadRow("bad_token_ids", f"token id {max(ids)} is none of the target's {self.num_tokens}")
+            raise BadRow("bad_token_ids", f"token id {max(ids)} must be below the target's {self.num_tokens}")
         opening = tokens_key(ids[: _num_prompt(mask)])
         if opening in self.excluded:
             raise BadRow("in_heldout", "it is a prompt of an evaluation set")
         content = digest_of(array("i", ids).tobytes(), bytes(mask))
-        turns = sum(mask and not before for before, mask in pairwise([False, *mask]))
-        outcome = replace(outcome, opening=opening, content=content, turns=turns, format="pretokenized")
+        pairs = enumerate(pairwise([False, *mask]))
+        begins = [i for i, (before, now) in pairs if now and not before]  # of answers
+        outcome = replace(outcome, opening=opening, content=content, turns=len(begins), format="pretokenized")
         if task.keep == "answers":
             end = min(len(ids), self.cfg.max_tokens)
             trains = any(a and b for a, b in pairwise(mask[:end]))
             kept = EncodedRow(ids[:end], mask[:end], len(ids) - end, "" if trains else "empty_mask")
         else:
-            end = _last_answer(mask)
+            end = begins[-1] if begins else len(ids)
             kept = EncodedRow(ids[:end], [False] * end, 0, "")
         return self._add_rows(outcome, [kept], task)
 
-    def _tokenize(self, rows: list[list[Piece]], task: Task) -> Iterator[EncodedRow]:
-        limit = self.cfg.max_tokens if task.keep == "answers" else None
-        batch: list[list[Piece]] = []
-        num_chars = 0
-        for pieces in rows:
-            batch.append(pieces)
-            num_chars += sum(len(piece.text) for piece in pieces)
-            if num_chars >= MAX_TOKENIZED_CHARS:
-                yield from encode_rows(self.tokenizer, batch, limit)
-                batch = []
-                num_chars = 0
-        yield from encode_rows(self.tokenizer, batch, limit)
-
     def _add_rows(self, outcome: Outcome, encoded: list[EncodedRow], task: Task) -> Outcome:
-        """Add the token rows that can be used; without any the source row is dropped."""
+        """Add the token rows that can be used; drop the source row if there is none."""
         reason = message = ""
         rows = []
         for i, row in enumerate(encoded):
             num_prompt = _num_prompt(row.loss_mask)
             if num_prompt > self.cfg.max_prompt_tokens:
                 reason = "prompt_too_long"
-                message = (
-                    f"{num_prompt} tokens, more than data.max_prompt_tokens {self.cfg.max_prompt_tokens}"
-                )
+                limit = self.cfg.max_prompt_tokens
+                message = f"{num_prompt} tokens, more than data.max_prompt_tokens {limit}"
             elif row.reason:
                 reason = row.reason
-                message = f"nothing can be made of its first {self.cfg.max_tokens} tokens"
+                message = f"its first {self.cfg.max_tokens} tokens cannot be used"
             else:
                 content = digest_of(outcome.content, str(i)) if i else outcome.content
                 name = f"{outcome.opening}:{content}"
@@ -205,12 +196,12 @@ class RowEncoder:
 
 
 def opening_key(text: str) -> str:
-    """Key of a user text: 12 hex digits that neither case nor white space changes."""
+    """Key of a user text: 12 hex digits; case and white space do not change it."""
     return digest_of(" ".join(text.casefold().split()))[:12]
 
 
 def tokens_key(token_ids: Sequence[int]) -> str:
-    """Key of a prompt that comes as token ids: 12 hex digits."""
+    """Key of a pretokenized prompt: 12 hex digits."""
     return digest_of(array("i", token_ids).tobytes())[:12]
 
 
@@ -222,20 +213,22 @@ def _num_prompt(loss_mask: list[bool]) -> int:
     return loss_mask.index(True) if True in loss_mask else len(loss_mask)
 
 
-def _last_answer(loss_mask: list[bool]) -> int:
-    """Index of the last answer's first token; the row's length if there is no answer."""
-    begins = [i for i, mask in enumerate(loss_mask) if mask and (i == 0 or not loss_mask[i - 1])]
-    return begins[-1] if begins else len(loss_mask)
+def _num_chars(pieces: list[Piece]) -> int:
+    return sum(len(piece.text) for piece in pieces)
 
 
 def in_batches(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Records in order, in lists that are small enough to be encoded at once."""
-    batch: list[Record] = []
+    """Group records into batches of bounded size."""
+    return _batches(records, lambda record: record.size, MAX_BATCH_BYTES)
+
+
+def _batches(items: Iterable[T], size_of: Callable[[T], int], max_size: int) -> Iterator[list[T]]:
+    batch: list[T] = []
     size = 0
-    for record in records:
-        batch.append(record)
-        size += record.size
-        if len(batch) == MAX_BATCH_ROWS or size >= MAX_BATCH_BYTES:
+    for item in items:
+        batch.append(item)
+        size += size_of(item)
+        if len(batch) == MAX_BATCH_ROWS or size >= max_size:
             yield batch
             batch = []
             size = 0

@@ -1,8 +1,7 @@
-"""Rows of files by path or URL: JSONL, JSON lists and Parquet, plain or compressed, in bounded memory.
+"""Stream the rows of a file by path or URL: JSONL, a JSON list or Parquet, plain or compressed.
 
-A row that cannot be read becomes a Record without a row, for the caller to count; a file that cannot be read
-is an error that names it. A file of which none of the first MAX_FAULTS rows can be read has another format:
-an error, too.
+Memory is bounded. A row that cannot be read becomes a Record without a row, which the caller counts. A file that
+cannot be read is an error, and so is a file whose first MAX_FAULTS rows cannot be read: its format is another.
 """
 
 import io
@@ -21,7 +20,7 @@ Row = dict[str, Any]
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".bz2", ".xz")
-MAX_ROW_BYTES = 4 << 20  # about a million tokens: more than a context holds, and memory stays bounded
+MAX_ROW_BYTES = 4 << 20  # about a million tokens, more than a context holds
 MAX_FAULTS = 100
 MAX_BUFFER_CHARS = 64 << 20
 BLOCK_SIZE = 1 << 20
@@ -30,10 +29,10 @@ PARQUET_ROWS = 256
 
 @dataclass(frozen=True)
 class Record:
-    """One row of a source, or why it cannot be read.
+    """One row of a source.
 
-    where: file, and line or row from 1, without directories. row: None where it cannot be read, for `reason`
-    (a code to count by) and with `message` (for people). size: its bytes, 0 if unknown.
+    where: file name, and line or row from 1. row: None if it cannot be read. reason, message: why, as in BadRow.
+    size: its bytes, 0 if unknown.
     """
 
     where: str
@@ -44,11 +43,11 @@ class Record:
 
 
 class RepeatedKeyError(ValueError):
-    """An object has a key twice, so one value would be lost."""
+    """An object has a key twice, so the decoder would drop a value."""
 
 
 def file_format(path: str) -> str | None:
-    """`jsonl`, `json` or `parquet` by the file's name, compressed or not; None for another."""
+    """`jsonl`, `json` or `parquet` by the file's suffix, compressed or not; None for any other suffix."""
     path = redact(path)
     for compression in COMPRESSIONS:
         path = path.removesuffix(compression)
@@ -56,15 +55,14 @@ def file_format(path: str) -> str | None:
 
 
 def read_file(uri: str, name: str) -> Iterator[Record]:
-    """Stream the rows of a file; blank lines, a byte-order mark and CRLF are fine.
+    """Stream the rows of a file; blank lines, a byte-order mark and CRLF are accepted.
 
     Args:
         uri: path or URL; a file without a known suffix is read as JSONL.
-        name: of the file in records.
+        name: name of the file in records.
 
     Raises:
-        ValueError: if it cannot be opened, is cut off, or has no row that can be read; names `uri` and the
-            remedy.
+        ValueError: if the file cannot be opened, is truncated, or has no row that can be read.
     """
     kind = file_format(uri) or "jsonl"
     path = redact(uri)
@@ -85,12 +83,11 @@ def read_file(uri: str, name: str) -> Iterator[Record]:
         raise
     except (OSError, EOFError, zlib.error, ImportError) as e:
         reason = getattr(e, "strerror", None) or e
-        raise ValueError(f"{path} cannot be read ({reason}); give a whole, readable {kind} file") from e
+        raise ValueError(f"{path} cannot be read ({reason}); give a complete, readable {kind} file") from e
     if not has_row and num_faults:
         raise ValueError(f"{path}: none of the first {num_faults} rows can be read as {kind}; {first_fault}")
     if not has_row:
-        remedy = "write one JSON object with messages or a prompt on each line"
-        raise ValueError(f"{path} has no rows; {remedy}")
+        raise ValueError(f"{path} has no rows; write one JSON object with messages or a prompt on each line")
 
 
 def _read_open_file(file: Any, kind: str, path: str, name: str) -> Iterator[Record]:
@@ -98,7 +95,7 @@ def _read_open_file(file: Any, kind: str, path: str, name: str) -> Iterator[Reco
         return _read_parquet(file, path, name)
     buffered = io.BufferedReader(file, BLOCK_SIZE)
     head = buffered.peek(BLOCK_SIZE).removeprefix(BYTE_ORDER_MARK).lstrip()
-    # Files called .json may hold one object a line as well.
+    # Some .json files hold one object per line.
     if kind == "json" and head.startswith(b"["):
         return _read_json_list(buffered, path, name)
     return _read_json_lines(buffered, name)
@@ -135,7 +132,7 @@ def _parse_line(line: bytes, where: str) -> Record:
 
 
 def _read_json_list(file: Any, path: str, name: str) -> Iterator[Record]:
-    """Rows of one JSON list, element by element: the buffer only grows until the next element is complete."""
+    """Read a JSON list element by element; the buffer grows until the next element is complete."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
     buffer = text.read(BLOCK_SIZE)
     at = buffer.index("[") + 1
@@ -163,7 +160,7 @@ def _read_json_list(file: Any, path: str, name: str) -> Iterator[Record]:
 
 
 def _decode_element(buffer: str, at: int, where: str) -> tuple[Record, int]:
-    """The record that begins at an index of the buffer, and the index of its end."""
+    """Decode the element at an index of the buffer; return its record and the index of its end."""
     try:
         row, end = STRICT_DECODER.raw_decode(buffer, at)
     except RepeatedKeyError as e:

@@ -1,7 +1,7 @@
-"""Processes that encode the rows of long sources.
+"""A process pool that encodes the rows of long sources.
 
-Outcomes come back in the order of the rows, so results do not depend on the number of processes. They start
-after MAX_INLINE_ROWS rows, since each costs seconds of imports, which a fork server does once for all.
+Outcomes keep the order of the rows, so the number of processes does not change the result. Imports take seconds:
+the pool starts after MAX_INLINE_ROWS rows, and a fork server imports once for all processes.
 """
 
 import multiprocessing
@@ -21,7 +21,7 @@ MAX_WORKERS = 8
 
 
 class EncoderPool:
-    """A RowEncoder that encodes long sources in processes. Use as a context manager: leaving it ends them."""
+    """Encodes rows like RowEncoder, long sources in processes. A context manager, which ends the processes."""
 
     def __init__(self, encoder: RowEncoder) -> None:
         self.encoder = encoder
@@ -37,7 +37,7 @@ class EncoderPool:
             self.processes.shutdown(cancel_futures=True)
 
     def encode(self, records: Iterable[Record], task: Task) -> Iterator[Outcome]:
-        """One outcome a record, in order; processes work some batches ahead."""
+        """Yield one outcome for each record, in order; the processes work some batches ahead."""
         batches = in_batches(records)
         for batch in batches:
             if self.workers > 1 and self.inline_rows <= 0:
@@ -57,7 +57,7 @@ class EncoderPool:
                 running.extend(processes.submit(_encode, batch, task) for batch in islice(batches, 1))
                 yield from outcomes
         except BrokenProcessPool as e:
-            rule = "a process that encodes rows was killed from outside, most likely for want of memory"
+            rule = "a process that encodes rows was killed from outside, probably by the OOM killer"
             raise WorkerDied(f"{rule}; lower data.workers") from e
         finally:
             for future in running:
@@ -65,7 +65,7 @@ class EncoderPool:
 
     def _start(self) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("forkserver")
-        # Every worker needs these imports. A pickled tokenizer needs half the imports of one that is loaded.
+        # The imports of every process. Unpickling a tokenizer needs half the imports of loading one.
         context.set_forkserver_preload([type(self.encoder.tokenizer).__module__, __name__])
         return ProcessPoolExecutor(self.workers, context, initializer=_start_worker, initargs=(self.encoder,))
 

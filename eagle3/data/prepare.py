@@ -1,12 +1,11 @@
-"""The prepare stage: source rows to token shards, published all together or not at all.
+"""The prepare stage: turn source rows into token shards, published atomically.
 
-Every source is read once and encoded in batches (eagle3/data/encode.py) into a staging directory; its shards
-move to the output directory when all counts are right. Memory holds one shard. Rows that cannot be used are
-dropped, counted by reason and reported; a source that cannot be read, or loses too many rows, is an error.
+Each source is read once and encoded in batches (eagle3/data/encode.py) into a staging directory. The shards move
+to the output directory after all checks. Memory holds one shard. Rows that cannot be used are dropped and counted
+by reason; a source that cannot be read or loses too many rows is an error.
 
-Without weights each source fills shards of its own, so rows appended to one leave the others' shards as they
-are. With weights the source of each row is drawn by the seed; the mix ends when the source drawn has no row
-left.
+Without weights each source has its own shards, so rows appended to one source do not change the shards of the
+others. With weights each row's source is drawn at random; the mix ends when that source has no more rows.
 """
 
 import logging
@@ -41,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreparedFile:
-    """A token shard on disk with its counts and digest."""
+    """A token shard with its counts and digest."""
 
     path: Path
     summary: TokenShardSummary
@@ -49,11 +48,10 @@ class PreparedFile:
 
 @dataclass(frozen=True)
 class PreparedFiles:
-    """Training shards in order, those of tool tasks, the held-out prompts, and the report.
+    """The shards of a run and a report about them.
 
-    report: JSON-ready, without directories: total_statistics; sources {name: SourceTally.statistics}, heldout
-    the same; prompts {train, heldout} rows; samples [{sample_id, source, tokens, spans [[text, supervised],
-    …]}].
+    report: JSON-ready, without directories: total_statistics; sources {name: SourceTally.statistics}; heldout
+    (the same statistics); prompts {train, heldout} rows; samples as `sample_of` returns them.
     """
 
     shards: list[PreparedFile]
@@ -68,17 +66,12 @@ def prepare_shards(
     """Turn training sources and a held-out source into token shards.
 
     Args:
-        heldout: prompts for evaluation; only what the target is to answer is kept of each row.
+        heldout: prompts for evaluation: each row without its last answer.
         tokenizer_dir: the target's directory, with its chat template.
-        cfg: data settings with the training sources; with pinned revisions the result is reproducible.
-        regenerate: rows of sources that agree hold what the target is asked first, with an all-False mask,
-            and a script of the rest; those that offer tools are tool tasks. Other rows are whole
-            conversations.
-        out_dir: gets shard-00000.parquet …, tool-tasks-00000.parquet … and heldout.parquet, all or none.
-
-    Raises:
-        ValueError: on a source that cannot be read or loses too many rows, too few shards, or no held-out
-            prompt.
+        cfg: data settings with the training sources; pinned revisions make the result reproducible.
+        regenerate: write prompts, scripts and tool tasks for sources with `regenerate`; write whole
+            conversations for the others.
+        out_dir: gets shard-00000.parquet …, tool-tasks-00000.parquet … and heldout.parquet.
     """
     tokenizer = load_chat_tokenizer(tokenizer_dir)
     names = check_sources(cfg.sources)
@@ -99,7 +92,14 @@ def prepare_shards(
                 shards.end_file()
                 tool_tasks.end_file()
         _check_training(cfg, tallies, len(shards.files) + len(tool_tasks.files))
-    report = _report(names, tallies, heldout_tally, samples)
+    totals = total_statistics(tallies)
+    logger.info("prepared %s", totals)
+    report = totals | {
+        "sources": {name: tally.statistics() for name, tally in zip(names, tallies, strict=True)},
+        "prompts": {"train": totals["rows_kept"], "heldout": heldout_tally.kept.rows},
+        "heldout": heldout_tally.statistics(),
+        "samples": samples,
+    }
     heldout_file = PreparedFile(out / HELDOUT_NAME, heldout_summary)
     return PreparedFiles(shards.files, tool_tasks.files, heldout_file, report)
 
@@ -107,7 +107,7 @@ def prepare_shards(
 def prepare_heldout(
     heldout: SourceConfig, tokenizer_dir: str | Path, cfg: DataConfig, out_dir: str | Path
 ) -> PreparedFile:
-    """The held-out prompts for shards that exist already, in the same file as `prepare_shards` makes."""
+    """Write the held-out prompts alone, in the same file as `prepare_shards`."""
     alone = cfg.model_copy(update={"sources": [], "excluded": []})
     rows, _, _ = _read_heldout(RowEncoder(load_chat_tokenizer(tokenizer_dir), alone), heldout, alone)
     path = Path(out_dir) / HELDOUT_NAME
@@ -116,7 +116,7 @@ def prepare_heldout(
 
 @contextmanager
 def _staging(out_dir: Path) -> Iterator[Path]:
-    """A directory whose files move to `out_dir` at the end; after an error they are removed."""
+    """A directory whose files move to `out_dir` at the end, or are removed after an error."""
     with TemporaryDirectory(dir=out_dir, prefix=".prepare-") as directory:
         yield Path(directory)
         for file in Path(directory).iterdir():
@@ -140,20 +140,19 @@ class _ShardFiles:
             self.end_file()
 
     def end_file(self) -> None:
-        """Write the rows that are left; the next row begins another file."""
+        """Write the buffered rows to a file."""
         if not self.rows:
             return
         name = f"{self.name}-{len(self.files):05d}.parquet"
-        self.files.append(
-            PreparedFile(self.out_dir / name, write_token_shard(self.staging / name, self.rows))
-        )
+        summary = write_token_shard(self.staging / name, self.rows)
+        self.files.append(PreparedFile(self.out_dir / name, summary))
         self.rows = []
 
 
 def _read_heldout(
     encoder: RowEncoder, heldout: SourceConfig, cfg: DataConfig
 ) -> tuple[list[TokenRow], SourceTally, frozenset[str]]:
-    """The held-out prompts, their counts, and the keys to leave out of training (also of data.excluded)."""
+    """The held-out prompts, their counts, and the keys of held-out and excluded rows."""
     excluded: set[str] = set()
 
     def read(source: SourceConfig) -> tuple[list[TokenRow], SourceTally]:
@@ -185,7 +184,7 @@ def _collect_keys(outcomes: Iterator[Outcome], keys: set[str]) -> Iterator[Outco
 def _training_rows(
     pool: EncoderPool, names: list[str], tallies: list[SourceTally], cfg: DataConfig, regenerate: bool
 ) -> Iterator[Iterator[TokenRow]]:
-    """The rows that are kept, counted in their sources' tallies: a stream a source, or one with weights."""
+    """One stream of kept rows for each source, or one for all with weights; fills the tallies."""
     seen: set[str] = set()
     streams = []
     for source, name, tally in zip(cfg.sources, names, tallies, strict=True):
@@ -201,7 +200,7 @@ def _training_rows(
 def _kept_rows(
     outcomes: Iterator[Outcome], tally: SourceTally, seen: set[str], max_rows: int
 ) -> Iterator[TokenRow]:
-    """The rows that are kept, in order; each is counted when it is asked for."""
+    """The kept rows in order; each is counted when the caller takes it."""
     for outcome in outcomes:
         tally.num_read += 1
         if not outcome.rows:
@@ -220,21 +219,19 @@ def _kept_rows(
 
 
 def _mix(streams: list[Iterator[TokenRow]], weights: list[float], seed: int) -> Iterator[TokenRow]:
-    """Rows of streams drawn by weight, until the stream drawn has no row left."""
+    """Draw streams by weight, until the drawn stream has no more rows."""
     random = Random(seed)
     while row := next(random.choices(streams, weights)[0], None):
         yield row
 
 
 def check_sources(sources: Sequence[SourceConfig]) -> list[str]:
-    """The names of training sources; refuses repeated names, and weights for some sources only."""
+    """The names of training sources. Refuses repeated names, and weights for some sources only."""
     names = [source_name(source) for source in sources]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
-        found = ", ".join(repeated)
-        raise ValueError(
-            f"every source needs a name of its own, got {found} twice; set `name` in data.sources"
-        )
+        rule = f"every source needs a name of its own, got {', '.join(repeated)} twice"
+        raise ValueError(f"{rule}; set `name` in data.sources")
     without = [name for name, source in zip(names, sources, strict=True) if not source.weight]
     if without and len(without) < len(names):
         rule = "either all sources must have a weight above 0, or none"
@@ -247,13 +244,13 @@ def _check_dropped(source: SourceConfig, tally: SourceTally, cfg: DataConfig) ->
     if num_dropped > cfg.max_dropped_share * tally.num_read:
         reasons = ", ".join(f"{reason} {rows}" for reason, rows in tally.dropped.most_common())
         rule = f"{num_dropped} of {tally.num_read} rows dropped ({reasons}), more than data.max_dropped_share"
-        remedy = "mend the source, raise data.max_prompt_tokens, or raise the share"
+        remedy = "correct the source, raise data.max_prompt_tokens, or raise the share"
         name = redact(source_path(source))
         raise ValueError(f"{name}: {rule} = {cfg.max_dropped_share}; {remedy}{tally.first_example()}")
 
 
 def _check_training(cfg: DataConfig, tallies: list[SourceTally], num_shards: int) -> None:
-    """Refuse sources that lost too many rows, and too few shards; a tally a source, in order."""
+    """Refuse sources that lost too many rows, and too few shards."""
     for source, tally in zip(cfg.sources, tallies, strict=True):
         _check_dropped(source, tally, cfg)
     num_rows = sum(tally.kept.rows for tally in tallies)
@@ -268,22 +265,8 @@ def _check_training(cfg: DataConfig, tallies: list[SourceTally], num_shards: int
     )
 
 
-def _report(
-    names: list[str], tallies: list[SourceTally], heldout: SourceTally, samples: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """The report of PreparedFiles; names and tallies: of the training sources, in order."""
-    report = total_statistics(tallies)
-    logger.info("prepared %s", report)
-    return report | {
-        "sources": {name: tally.statistics() for name, tally in zip(names, tallies, strict=True)},
-        "prompts": {"train": report["rows_kept"], "heldout": heldout.kept.rows},
-        "heldout": heldout.statistics(),
-        "samples": samples,
-    }
-
-
 def _add_sample(samples: list[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase", row: TokenRow) -> None:
-    """Add one of the first rows of a source as text, up to the limits."""
+    """Add a row as text while the limits allow it."""
     num_of_source = sum(sample["source"] == row.source for sample in samples)
     if len(samples) < MAX_SAMPLES and num_of_source < MAX_SOURCE_SAMPLES:
         samples.append(sample_of(tokenizer, row))

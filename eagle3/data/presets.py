@@ -1,6 +1,6 @@
-"""Well-known data sets: their hub paths, and mappings of their rows to known formats.
+"""Well-known data sets: their hub paths, and functions that map their rows to known formats.
 
-A mapping gets one row as `datasets` yields it; a missing column raises KeyError, which the caller counts.
+A function gets one row as `datasets` yields it; a missing column raises KeyError, which the caller counts.
 """
 
 import ast
@@ -16,17 +16,14 @@ from eagle3.data.files import Row
 
 @dataclass(frozen=True)
 class Preset:
-    """path: the data set, as in SourceConfig.path, or "" if a source must name it.
-
-    map_row: its row to {conversations} or {messages, tools}.
-    """
+    """path: as in SourceConfig, or "" if the source must name it. map_row: to {conversations} or {messages, tools}."""
 
     path: str
     map_row: Callable[[Row], Row]
 
 
 def _sharegpt(row: Row) -> Row:
-    # Long chats were cut into pieces, so that some begin in the middle, with an answer.
+    # The data set cuts long chats into pieces, so some pieces begin with an answer.
     turns = dropwhile(lambda turn: turn["from"] not in ("human", "user", "system"), row["conversations"])
     return {"conversations": list(turns)}
 
@@ -41,8 +38,13 @@ def _conversations(row: Row) -> Row:
 
 
 def _toolace(row: Row) -> Row:
-    """Functions are a JSON list in the system text, calls are [Name(key=value), …] in the assistant's."""
-    system, tools = _cut_out_tools(row["system"])
+    """The system text has the functions as a JSON list; an answer has calls as [Name(key=value), …]."""
+    system = row["system"]
+    tools: list[Row] = []
+    at = system.find('[{"name"')
+    if at >= 0:
+        tools, _ = json.JSONDecoder().raw_decode(system, at)
+        system = ""  # the rest of the text only introduces the list
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for turn in row["conversations"]:
         message = {"role": turn["from"], "content": turn["value"]}
@@ -53,20 +55,11 @@ def _toolace(row: Row) -> Row:
     return {"messages": messages, "tools": tools}
 
 
-def _cut_out_tools(system: str) -> tuple[str, list[Row]]:
-    """The system text and its functions; where it has a list of functions, the text only introduces that."""
-    at = system.find('[{"name"')
-    if at < 0:
-        return system, []
-    functions, _ = json.JSONDecoder().raw_decode(system, at)
-    return "", functions
-
-
 CALL_NAME = re.compile(r"(?:^\[|\)\s*,)\s*([^()\[\]{}'\"=,]+)\(")
 
 
 def _parse_calls(text: str) -> list[dict[str, Any]]:
-    """[Name(key=value), …] as {name, arguments}; empty for any other text. Names may hold spaces and dots."""
+    """Read [Name(key=value), …] as {name, arguments}; [] for other text. Names may have spaces and dots."""
     names: list[str] = []
 
     def rename(match: re.Match[str]) -> str:
@@ -90,7 +83,7 @@ def _read_arguments(call: ast.expr) -> dict[str, Any]:
     return {argument.arg or "": ast.literal_eval(argument.value) for argument in call.keywords}
 
 
-# Names of types in Python, Java and JavaScript; any other, such as any, becomes no type at all.
+# Type names of Python, Java and JavaScript. Other names, such as `any`, are dropped.
 JSON_TYPE_OF = {
     **dict.fromkeys(("object", "dict", "hashmap"), "object"),
     **dict.fromkeys(("array", "list", "tuple", "arraylist"), "array"),
@@ -102,13 +95,13 @@ JSON_TYPE_OF = {
 
 
 def _bfcl(row: Row) -> Row:
-    """The user's turns are lists, one for each answer to give; there are no answers and no tool results."""
+    """`question` is a list of turns, each a list of messages; there are no answers and no tool results."""
     tools = [{**function, "parameters": _json_schema(function["parameters"])} for function in row["function"]]
     return {"messages": [message for turn in row["question"] for message in turn], "tools": tools}
 
 
 def _json_schema(schema: Row) -> Row:
-    """The schema with JSON Schema's names of types, also in its parts; a property may be called type."""
+    """Rename the types of a schema as JSON Schema names them; a property may be called `type`."""
     mapped = {key: value for key, value in schema.items() if key != "type"}
     kind = JSON_TYPE_OF.get(str(schema.get("type")).lower())
     if kind:

@@ -1,8 +1,8 @@
-"""The results of a conversation's tool calls, by call: what a tool answers when the target calls it again.
+"""Recorded tool results by call, replayed when the target makes the same call.
 
-Calls are equal if name and arguments are, whatever the order of keys, the type of a number (2 and 2.0) or
-white space at the ends of texts. Results belong to calls by `tool_call_id`, or in order. One tool turn may
-hold the results of several parallel calls as a JSON list.
+Calls are equal if their names and arguments are equal, up to the order of keys, 2 or 2.0, and white space at the
+ends of strings. Results are matched to calls by `tool_call_id`, or in order. One tool turn may hold the results of
+parallel calls as a JSON list.
 """
 
 import json
@@ -15,15 +15,14 @@ from eagle3.data.conversations import Message
 
 
 class Recorded:
-    """Results by call, and how often each was asked for."""
+    """Results by call. `replay` takes them out in order; the last one of a call stays."""
 
     def __init__(self, results: Mapping[str, Sequence[str]]) -> None:
         self.results = {key: list(found) for key, found in results.items()}
-        self.num_asked: dict[str, int] = {}
 
     @classmethod
     def from_messages(cls, messages: Sequence[Message]) -> "Recorded":
-        """Collect the results of a conversation's calls; unpaired calls and results are left out."""
+        """Collect the results of a conversation's calls; skip calls and results without a match."""
         results: dict[str, list[str]] = {}
         for i, message in enumerate(messages):
             if "tool_calls" not in message:
@@ -35,25 +34,23 @@ class Recorded:
 
     @classmethod
     def from_json(cls, text: str) -> "Recorded":
-        """The inverse of `to_json`, but that nothing has been asked for."""
+        """The inverse of `to_json`."""
         return cls(json.loads(text))
 
     def to_json(self) -> str:
-        """The results as a JSON object: the same text for the same results in the same order."""
+        """Equal results in the same order give the same text."""
         return json.dumps(self.results, ensure_ascii=False, sort_keys=True)
 
     def replay(self, call: Mapping[str, Any]) -> str | None:
-        """The next result of a call of tool_calls, later the last one again; None if never recorded."""
-        key = key_of(call)
-        if key not in self.results:
+        """The next result of the call, in the end the last one again; None if the call has no result."""
+        found = self.results.get(key_of(call))
+        if not found:
             return None
-        asked = self.num_asked.get(key, 0)
-        self.num_asked[key] = asked + 1
-        return self.results[key][min(asked, len(self.results[key]) - 1)]
+        return found.pop(0) if len(found) > 1 else found[0]
 
 
 def key_of(call: Mapping[str, Any]) -> str:
-    """Equal for calls that ask the same."""
+    """A key that equal calls share."""
     function = call["function"]
     return json.dumps([function["name"].strip(), _normal(function["arguments"])], sort_keys=True)
 
@@ -73,14 +70,13 @@ def _normal(value: Any) -> Any:
 def _pairs(
     calls: Sequence[Mapping[str, Any]], turns: Sequence[Message]
 ) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Calls with their results: by id first, the rest in order."""
+    """Match calls with their results: by id first, then in order."""
     if len(turns) == 1 and len(calls) > 1:
         parts = _list_parts(turns[0].get("content", ""))
         if parts is not None and len(parts) == len(calls):
             yield from zip(calls, parts, strict=True)
             return
-    # Ids that two calls share are ignored; a turn without a known id answers the next call, as where ids were
-    # removed.
+    # An id that two calls share is ignored. A turn without a known id answers the next call without a result.
     ids = [call.get("id") for call in calls]
     index_of = {number: i for i, number in enumerate(ids) if number and ids.count(number) == 1}
     matched = [index_of.pop(turn.get("tool_call_id"), None) for turn in turns]
@@ -92,7 +88,7 @@ def _pairs(
 
 
 def _list_parts(content: str) -> list[str] | None:
-    """The parts of a JSON list, each as text."""
+    """The parts of a JSON list as strings; None if the text is no JSON list."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):

@@ -1,8 +1,7 @@
-"""What follows the target's answers in a conversation: the user's next turns, and the tools' results.
+"""A conversation without its answers: the user's turns and the tools' results, played to the target.
 
-A script holds everything but the assistant's words. Its messages up to the first answer are what the target
-is asked first. After an answer without tool calls the next turn follows, after one with calls their recorded
-results.
+The target first gets the messages up to the first answer. After an answer without tool calls it gets the next
+turn, after an answer with calls their recorded results.
 
     user  assistant  user  assistant(calls)  tool  assistant        the source row
     user             user                    tool                   its script: messages, one turn, one result
@@ -18,10 +17,7 @@ from eagle3.data.recorded import Recorded
 
 @dataclass(frozen=True)
 class Script:
-    """messages: up to the first answer. turns: messages after each later answer. tools: as in Conversation.
-
-    thinking: on, off, or None to leave it to the template. recorded: results of tool calls.
-    """
+    """messages: up to the first answer. turns: later user turns, each a list of messages. recorded: tool results."""
 
     messages: list[Message]
     turns: list[list[Message]]
@@ -31,11 +27,11 @@ class Script:
 
     @property
     def has_more(self) -> bool:
-        """Whether anything can follow the first answer."""
+        """True if a turn or a tool result can follow the first answer."""
         return bool(self.turns or self.tools)
 
     def to_json(self) -> str:
-        """The script as it is in a token shard."""
+        """The script as a token shard stores it."""
         fields = vars(self) | {"recorded": self.recorded.to_json()}
         return json.dumps(fields, ensure_ascii=False)
 
@@ -47,7 +43,7 @@ class Script:
 
 
 def script_of(conversation: Conversation, thinking: bool | None) -> Script:
-    """Take the assistant's turns out of a conversation, except those before the first user turn."""
+    """Remove a conversation's answers; assistant turns before the first user turn stay."""
     groups: list[list[Message]] = [[]]
     for message in conversation.messages:
         has_user = any(m["role"] == "user" for m in groups[-1])
@@ -57,7 +53,7 @@ def script_of(conversation: Conversation, thinking: bool | None) -> Script:
             groups.append([])
         elif len(groups) == 1 and message["role"] == "assistant":
             groups[0].append(message)
-    # A group without a user turn asks nothing.
+    # The target answers only user turns.
     asked = [group for group in groups if any(m["role"] == "user" for m in group)]
     recorded = Recorded.from_messages(conversation.messages)
     return Script(asked[0], asked[1:], conversation.tools, thinking, recorded)

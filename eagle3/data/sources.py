@@ -1,8 +1,8 @@
-"""Sources of rows: their names, versions, files and rows in order.
+"""Sources of rows: their names, versions, files and rows.
 
-A source is a hub data set `name[:subset]:split`, streamed through `datasets`, or a file or directory by path
-or URL. All JSONL, JSON and Parquet files of a directory are read, sorted by path, except those that begin
-with a dot or an underscore.
+A source is a hub data set `name[:subset]:split`, streamed through `datasets`, or a file or directory by path or
+URL. All JSONL, JSON and Parquet files of a directory are read, sorted by path. Files and directories whose names
+begin with a dot or an underscore are skipped.
 """
 
 import logging
@@ -22,6 +22,7 @@ from eagle3.targets.hub import connection_errors, hub_commit
 from eagle3.uris import base_name, redact, redact_secrets, uri_kind
 
 HUB_DATA_SET = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::([\w.-]+))?:([\w.-]+(?:\[[\w:%-]*\])?)")
+HIDDEN = re.compile(r"(^|/)[._]")
 REFUSALS = (400, 401, 403)
 
 logger = logging.getLogger(__name__)
@@ -33,13 +34,13 @@ def source_path(source: SourceConfig) -> str:
 
 
 def source_name(source: SourceConfig) -> str:
-    """The source's name in rows and reports, without directory and query: digests must not depend on them."""
+    """The source's name in rows and reports, without directory and query, so digests do not depend on them."""
     path = source_path(source)
     return source.name or (path if hub_parts(path) else base_name(path))
 
 
 def without_paths(data: DataConfig) -> DataConfig:
-    """The settings without paths, revisions and workers, for cache keys that have the sources' versions."""
+    """The settings without paths, revisions and workers; the cache keys have the sources' versions instead."""
 
     def without_path(source: SourceConfig) -> SourceConfig:
         name = source_name(source)
@@ -51,11 +52,7 @@ def without_paths(data: DataConfig) -> DataConfig:
 
 
 def hub_parts(path: str) -> tuple[str, str, str] | None:
-    """(name, subset or empty, split) of a hub data set; None for files, directories and URLs.
-
-    Raises:
-        ValueError: if it is neither.
-    """
+    """(name, subset or "", split) of a hub data set; None for files, directories and URLs; else ValueError."""
     kind = uri_kind(path)
     if kind == "url" or Path(path).expanduser().exists():
         return None
@@ -70,14 +67,11 @@ def hub_parts(path: str) -> tuple[str, str, str] | None:
 
 @redact_secrets()
 def source_version(source: SourceConfig) -> str:
-    """Find a source's current version without reading rows.
-
-    Returns:
-        the hub commit, or a digest over the content of all files, and over their names in a directory.
+    """Find a source's version: the hub commit, or a digest of the files' content, in a directory also of the names.
 
     Raises:
-        ValueError: if there is no such source; names it and the remedy.
-        ConnectionError: where another try may succeed.
+        ValueError: if the source does not exist.
+        ConnectionError: if a retry may succeed.
     """
     path = source_path(source)
     if parts := hub_parts(path):
@@ -89,7 +83,7 @@ def source_version(source: SourceConfig) -> str:
 
 
 def pin_sources(sources: Sequence[SourceConfig], versions: Sequence[str]) -> list[SourceConfig]:
-    """The same sources at the versions that `source_version` found, whatever a branch becomes meanwhile."""
+    """Pin hub data sets to the commits that `source_version` found."""
     return [
         source.model_copy(update={"revision": version}) if hub_parts(source_path(source)) else source
         for source, version in zip(sources, versions, strict=True)
@@ -97,11 +91,7 @@ def pin_sources(sources: Sequence[SourceConfig], versions: Sequence[str]) -> lis
 
 
 def read_source(source: SourceConfig) -> Iterator[Record]:
-    """Stream a source's rows in order.
-
-    Raises:
-        ValueError: if it cannot be read as a whole (eagle3/data/files.py); names file, row and remedy.
-    """
+    """Stream a source's rows in order; errors as in `read_file`."""
     path = source_path(source)
     name = source_name(source)
     with redact_secrets():
@@ -139,13 +129,13 @@ def _read_hub(repository: str, subset: str, split: str, revision: str, name: str
 
 @redact_secrets()
 def source_files(source: SourceConfig) -> tuple[Any, list[str]]:
-    """File system and files that `read_source` reads, in order; none for a hub data set."""
+    """The file system and files that `read_source` reads; none for a hub data set."""
     path = source_path(source)
     return (None, []) if hub_parts(path) else _list_files(path)[:2]
 
 
 def _list_files(path: str) -> tuple[Any, list[str], str]:
-    """(file system, files to read in order, the path of the directory or of the single file)."""
+    """(file system, files to read in order, path of the directory or of the one file)."""
     name = f"source {redact(path)}"
     try:
         filesystem, root = fsspec.url_to_fs(path if is_remote(path) else str(Path(path).expanduser()))
@@ -160,7 +150,7 @@ def _list_files(path: str) -> tuple[Any, list[str], str]:
         if getattr(e, "status", None) not in REFUSALS:
             raise
         raise ValueError(f"{name} is refused ({e}); give credentials, or a URL with a new signature") from e
-    files = [file for file in found if file_format(file) and not _is_hidden(_path_inside(file, root))]
+    files = [file for file in found if file_format(file) and not HIDDEN.search(_path_inside(file, root))]
     if not files:
         raise ValueError(f"{name} has no JSONL, JSON or Parquet file; give a directory that holds some")
     if skipped := len(found) - len(files):
@@ -169,9 +159,5 @@ def _list_files(path: str) -> tuple[Any, list[str], str]:
 
 
 def _path_inside(file: str, root: str) -> str:
-    """A file's path in the directory that was listed."""
+    """A file's path relative to the listed directory, with its leading slash."""
     return redact(file)[len(redact(root)) :]
-
-
-def _is_hidden(path: str) -> bool:
-    return any(part.startswith((".", "_")) for part in path.split("/"))

@@ -1,4 +1,4 @@
-"""Counts over the rows of one source: what was read, kept, cut and dropped."""
+"""Count the rows of one source: read, kept, cut and dropped."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ MAX_MESSAGE_CHARS = 300
 
 @dataclass
 class RowCounts:
-    """Counts over token rows. lengths: rows by upper bound of their bin, a power of two from 32 tokens."""
+    """Counts over token rows. lengths: rows by the upper bound of their bin, a power of two from 32."""
 
     rows: int = 0
     tokens: int = 0
@@ -21,7 +21,6 @@ class RowCounts:
     lengths: Counter[int] = field(default_factory=Counter)
 
     def add(self, row: TokenRow) -> None:
-        """Count a row."""
         num_tokens = len(row.token_ids)
         self.rows += 1
         self.tokens += num_tokens
@@ -36,7 +35,7 @@ class RowCounts:
 
 @dataclass
 class SourceTally:
-    """Counts over one source's rows up to the last one that was asked for. kept: their token rows."""
+    """Counts over the rows of one source that were read so far. kept: counts of their token rows."""
 
     num_read: int = 0
     num_used: int = 0
@@ -49,14 +48,14 @@ class SourceTally:
     turns: Counter[int] = field(default_factory=Counter)
 
     def drop(self, where: str, reason: str, message: str) -> None:
-        """Count a source row that is not used."""
+        """Count a source row that is dropped."""
         self.dropped[reason] += 1
         examples = self.examples.setdefault(reason, [])
         if len(examples) < MAX_EXAMPLES:
             examples.append({"row": where, "message": message[:MAX_MESSAGE_CHARS]})
 
     def use(self, outcome: Outcome) -> None:
-        """Count a source row that is used; its token rows are counted in `kept`, one by one."""
+        """Count a source row that is used. The caller adds its token rows to `kept`."""
         self.num_used += 1
         self.num_cut += outcome.is_cut
         self.turns[outcome.turns] += 1
@@ -64,18 +63,14 @@ class SourceTally:
         self.with_tool_calls += outcome.has_tool_calls
 
     def first_example(self) -> str:
-        """The first row dropped for the commonest reason, as the end of a message; "" if none was dropped."""
+        """The end of an error message: the first row dropped for the most common reason; "" if there is none."""
         if not self.dropped:
             return ""
         example = self.examples[self.dropped.most_common(1)[0][0]][0]
         return f". First: {example['row']}: {example['message']}"
 
     def statistics(self) -> dict[str, Any]:
-        """JSON-ready: token_statistics and the counts below.
-
-        conversations: source rows used. rows_kept: their token rows. turns: [[user turns, conversations], …].
-        examples: {reason: [{row, message}, …]} of dropped rows.
-        """
+        """JSON-ready: conversations are the source rows used, rows_kept their token rows."""
         return self.kept.token_statistics() | {
             "rows_read": self.num_read,
             "conversations": self.num_used,

@@ -1,9 +1,9 @@
-"""The model's text in the renderings of a chat template, and the pieces into which a rendering is cut there.
+"""Render a conversation with the chat template, find the model's text in it, and cut it into pieces.
 
-One rule: an answer begins where (history + generation prompt) ends inside (history + answer), and ends with
-the control token that ends that rendering. A row that the template writes otherwise is refused, and so is one
-whose text spells a control token: serving would read it as one. Messages have the form that vLLM gives to
-templates: arguments of a call as an object, content "" next to it.
+An answer begins where the rendering of (history + generation prompt) ends, and ends with the last control token
+of the rendering of (history + answer). A row that the template writes in another way is refused. A row whose text
+spells a control token is refused, too: the engine would read it as one. Messages have the form that vLLM gives to
+templates: the arguments of a call are an object, the content next to it is "".
 """
 
 import re
@@ -17,21 +17,21 @@ from eagle3.data.conversations import THOUGHT_KEYS, BadRow, Conversation
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TODAY = datetime(2025, 1, 1)  # for templates that write the date: digests must not change with it
+TODAY = datetime(2025, 1, 1)  # templates that write the date must not change digests
 SWITCHES = ("enable_thinking", "thinking")
 PROBED_ANSWER = "Probed answer."
 PROBED_THOUGHTS = "Probed thoughts."
 
 
 class Piece(NamedTuple):
-    """Rendered text that is tokenized on its own; its first `num_answer` characters are the model's text."""
+    """Text that is tokenized on its own; its first `num_answer` characters are the model's."""
 
     text: str
     num_answer: int
 
 
 class Answer(NamedTuple):
-    """A rendering that ends with an assistant turn: text[begin:end] is the model's text."""
+    """A rendering that ends with an assistant turn; text[begin:end] is the model's."""
 
     text: str
     begin: int
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 
 
 def template_of(tokenizer: "PreTrainedTokenizerBase", thinking: bool | None) -> "ChatTemplate":
-    """The tokenizer's template, probed once. thinking: on or off, or None to leave it to the template."""
+    """The tokenizer's template, probed once. thinking: as in `conversation_rows`."""
     return _probed_template(tokenizer, str(tokenizer.chat_template), thinking)
 
 
@@ -51,28 +51,28 @@ def _probed_template(
 
 
 class ChatTemplate:
-    """A template with what probing it shows.
+    """A template and the properties that probe renderings show.
 
-    control: matches control tokens. closes: the template writes something after every conversation.
-    empty_thoughts: what it writes before an answer without thoughts; not the model's text.
+    control: matches control tokens. closes: the template writes a text after every conversation.
+    empty_thoughts: the template writes it before an answer without reasoning; the model does not.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", thinking: bool | None) -> None:
         self.tokenizer = tokenizer
         self.thinking = thinking
         added = list(tokenizer.added_tokens_decoder.values())
-        # Some tokenizers do not flag turn markers as special. <think> and <tool_call> are a model's own text.
+        # Some tokenizers do not mark turn tokens as special. The model writes <think> and <tool_call> itself.
         turns = self._try_render(["user", "assistant", "user"], prompt=False)
         control = [t.content for t in added if t.special or (t.content.strip() and t.content in turns)]
         longest_first = sorted((re.escape(text) for text in control if len(text) > 1), key=len, reverse=True)
         self.control = re.compile("|".join(longest_first) or "(?!)")
-        asked, prompt = (self._try_render(["user"], prompt) for prompt in (False, True))
-        self.closes = not prompt.startswith(asked)
-        self.empty_thoughts = ""
+        question = self._try_render(["user"], prompt=False)
+        self.closes = not self._try_render(["user"], prompt=True).startswith(question)
+        self.empty_thoughts = ""  # while it is looked for
         self.empty_thoughts = self._find_empty_thoughts()
 
     def rows(self, conversation: Conversation) -> list[list[Piece]]:
-        """The conversation up to its last answer, in a new row where the template changes earlier turns."""
+        """The conversation up to its last answer; a new row begins where the template changes earlier turns."""
         messages = self._messages(conversation)
         rows: list[list[Answer]] = []
         asked = False
@@ -89,7 +89,7 @@ class ChatTemplate:
         return [_cut_at_answers(answers) for answers in rows]
 
     def prompt(self, conversation: Conversation) -> list[Piece]:
-        """The conversation and the generation prompt in one piece: what the target answers."""
+        """The conversation and the generation prompt in one piece."""
         messages = self._messages(conversation)
         text = self._render(messages, conversation.tools, prompt=True)
         for message in messages:
@@ -114,7 +114,7 @@ class ChatTemplate:
         return Answer(text, begin, tokens[-1].end())
 
     def _find_empty_thoughts(self) -> str:
-        """The text before an answer without thoughts, if thoughts would add nothing but themselves to it."""
+        """The text that the template writes around reasoning, if it writes the same text without reasoning."""
         question = {"role": "user", "content": "x"}
         answer = {"role": "assistant", "content": PROBED_ANSWER}
         thoughtful = answer | dict.fromkeys(THOUGHT_KEYS, PROBED_THOUGHTS)
@@ -128,7 +128,7 @@ class ChatTemplate:
         return found.text[found.begin :].partition(PROBED_ANSWER)[0]
 
     def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
-        """Messages for the template: thoughts under every name in use, or none where thinking is off."""
+        """The template's messages: reasoning under every known key, or none if thinking is off."""
         for text in _texts([conversation.messages, conversation.tools]):
             if token := self.control.search(text):
                 rule = f"a text spells the control token {token.group()}"
@@ -173,7 +173,7 @@ class ChatTemplate:
 
 
 def _cut_at_answers(answers: list[Answer]) -> list[Piece]:
-    """The last rendering up to the end of its answer, cut before each answer, where a prompt ends."""
+    """Cut the last rendering before each answer."""
     text = answers[-1].text[: answers[-1].end]
     pieces = [Piece(text[: answers[0].begin], 0)]
     for answer, end in zip(answers, [a.begin for a in answers[1:]] + [len(text)], strict=True):
@@ -182,7 +182,7 @@ def _cut_at_answers(answers: list[Answer]) -> list[Piece]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All strings in messages or tools, keys of objects included."""
+    """All strings in a nested value, keys of objects included."""
     left = [value]
     while left:
         found = left.pop()

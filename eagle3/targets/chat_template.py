@@ -1,4 +1,4 @@
-"""A chat template that a recipe gives: read, checked, and made the only one of a target's directory."""
+"""Read and check the recipe's chat template, and make it the only one in a target's directory."""
 
 import json
 import shutil
@@ -12,12 +12,7 @@ FILE_NAME = "chat_template.jinja"
 
 @redact_secrets()
 def read_chat_template(uri: str) -> str:
-    """Read a Jinja file by path or URL.
-
-    Raises:
-        ValueError: if it does not exist, or is no text or no template; names it and the remedy.
-        ConnectionError: where another try may succeed.
-    """
+    """Read a Jinja file by path or URL; ValueError if it is no template, ConnectionError if a retry may succeed."""
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -35,7 +30,7 @@ def read_chat_template(uri: str) -> str:
         raise ValueError(f"{name} is empty; {remedy}")
     try:
         text = data.decode()
-        # Compiles it with the tags that only chat templates have; nothing is rendered.
+        # Compile it with the tags that only chat templates have; no conversation is rendered.
         render_jinja_template([], chat_template=text)
     except UnicodeDecodeError as e:
         raise ValueError(f"{name} must be UTF-8 text ({e}); give a Jinja file") from e
@@ -45,10 +40,7 @@ def read_chat_template(uri: str) -> str:
 
 
 def put_chat_template(target_dir: str | Path, text: str) -> None:
-    """Make `text` the one chat template of a target's directory.
-
-    A tokenizer's config, a processor's file or files of named templates may hold others that readers prefer.
-    """
+    """Write `text` as the target's chat template and remove all others, which loaders may prefer."""
     root = Path(target_dir)
     for other in ("chat_template.json", *(f.name for f in root.glob("*.jinja"))):
         (root / other).unlink(missing_ok=True)

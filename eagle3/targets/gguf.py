@@ -1,4 +1,4 @@
-"""GGUF files to config, tokenizer and bfloat16 safetensors, by transformers and the file's own metadata."""
+"""Convert a GGUF file to config, tokenizer and bfloat16 safetensors with transformers."""
 
 import logging
 from collections.abc import Iterator
@@ -11,16 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def convert_gguf(path: Path, out_dir: Path, with_weights: bool) -> None:
-    """Dequantise a GGUF file to bfloat16 safetensors, and rebuild config and tokenizer.
-
-    Args:
-        path: the .gguf file.
-        out_dir: gets the files that save_pretrained writes.
-        with_weights: otherwise config and tokenizer alone.
-
-    Raises:
-        ValueError: if the packages for it are not installed.
-    """
+    """Write config and tokenizer as save_pretrained does, and the dequantised weights if asked."""
     try:
         import accelerate  # noqa: F401
         import gguf  # noqa: F401
@@ -45,16 +36,16 @@ def convert_gguf(path: Path, out_dir: Path, with_weights: bool) -> None:
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """Let transformers read a GGUF file once instead of three times, and make the table of names once.
+    """Make transformers read the file once instead of three times, and build the table of names once.
 
-    For a vocabulary of 49k these repetitions take most of the conversion.
+    With a vocabulary of 49k these repetitions take most of the time.
     """
     import gguf
     import numpy as np
 
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
         def __setattr__(self, name: str, value: Any) -> None:
-            # Slices of a memmap cost five times those of a plain array on the same memory.
+            # Slicing a memmap takes five times as long as slicing a plain array on the same memory.
             object.__setattr__(self, name, value.view(np.ndarray) if name == "data" else value)
 
     names = ("GGUFReader", "get_tensor_name_map")

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: the commit of a revision, and its files. Every error says what to check."""
+"""The Hugging Face hub: find the commit of a revision, and download its files."""
 
 import shutil
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from eagle3.uris import redact_secrets
 
 @redact_secrets()
 def hub_commit(what: str, name: str, revision: str, kind: Literal["model", "dataset"] = "model") -> str:
-    """Find the current commit of `revision` (empty: the default branch).
+    """Find the current commit of `revision` ("": the default branch).
 
-    `what` calls the hub id `name` in messages: "target", "initial draft" or "data set".
+    `what` is the word for `name` in messages: "target", "initial draft" or "data set".
 
     Raises:
-        ConnectionError: where another try may succeed.
-        ValueError: where only another setting helps.
+        ConnectionError: if a retry may succeed.
+        ValueError: if a setting must change.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
@@ -40,7 +40,7 @@ def download_from_hub(
     patterns: Sequence[str],
     ignored: Sequence[str] = (),
 ) -> None:
-    """Fetch the files that match `patterns` and none of `ignored`; raises as `hub_commit` does."""
+    """Download the files that match `patterns` and none of `ignored`; errors as in `hub_commit`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -58,14 +58,14 @@ def download_from_hub(
 
 
 def connection_errors() -> tuple[type[Exception], ...]:
-    """The hub client's errors where the network fails: of httpx, in newer releases of httpx2."""
+    """The hub client's network errors: from httpx, or httpx2 in newer releases."""
     return tuple(import_module(name).TransportError for name in ("httpx", "httpx2") if find_spec(name))
 
 
 def _hub_error(what: str, name: str, revision: str, error: Exception) -> Exception:
     status = getattr(getattr(error, "response", None), "status_code", None) or 0
     is_transient = isinstance(error, connection_errors()) or status == 429 or status >= 500
-    rule = f"{what} {name} (revision {revision or 'default'}) cannot be had from the hub"
+    rule = f"{what} {name} (revision {revision or 'default'}) cannot be fetched from the hub"
     remedy = "check the id, the network and HF_TOKEN, or give a local copy"
     message = f"{rule}: {type(error).__name__}: {error}; {remedy}"
     return ConnectionError(message) if is_transient else ValueError(message)

@@ -15,23 +15,18 @@ from eagle3.targets.hub import download_from_hub, hub_commit
 from eagle3.uris import base_name, redact, redact_secrets, uri_kind
 
 WEIGHT_PATTERN = "*.safetensors"
-# Files that an engine and a tokenizer read. Weights in other formats and the authors' own copies are left
-# out.
+# Files that an engine and a tokenizer read; not weights in other formats.
 SMALL_FILE_PATTERNS = (
     "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.json", "*.jinja", "*.model",
 )  # fmt: skip
 FILE_PATTERNS = (WEIGHT_PATTERN, *SMALL_FILE_PATTERNS)
 IGNORED_PATTERNS = ("*/*", "consolidated*")
-PODS_SEE = " (a pod sees the shipped code and no other path of your machine: give it a hub id or URL)"
+PODS_SEE = " (a pod has the shipped code but no other path of your machine: give it a hub id or URL)"
 
 
 def target_kind(name: str) -> Literal["hub", "directory", "url", "gguf"]:
-    """Find the kind of a target's name.
-
-    Raises:
-        ValueError: if it is a path that does not exist or holds no model; names the path and the remedy.
-    """
+    """The kind of a target's name; ValueError for a path without a model."""
     kind = uri_kind(name)
     if kind != "path":
         return kind
@@ -58,13 +53,9 @@ def identify_target(cfg: TargetConfig) -> tuple[str, str, str]:
     """Find a target's identity without fetching it.
 
     Returns:
-        name: hub id, or `public_name`, or the file or directory name, never a path.
-        revision: hub commit, or the content digest of local files.
-        digest: changes with the model's content, and with that of a chat template given with it.
-
-    Raises:
-        ValueError: if the target does not exist, or its chat template cannot be used; names it and the
-            remedy.
+        name: hub id, `public_name`, or the name of the file or directory, never a path.
+        revision: hub commit, or the digest of the files.
+        digest: of the model's content and the recipe's chat template.
     """
     name, revision, digest = _identify_model(cfg)
     if cfg.chat_template:
@@ -93,13 +84,7 @@ def _identify_model(cfg: TargetConfig) -> tuple[str, str, str]:
 def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:
     """Put config, tokenizer, chat template and safetensors weights into `out_dir`.
 
-    Args:
-        cfg: with the revision that `identify_target` found, for a hub id.
-        out_dir: created if it does not exist.
-
-    Raises:
-        ValueError: if the target does not exist or has no safetensors weights, or its chat template cannot be
-            used; names it and the remedy.
+    For a hub id `cfg` has the revision that `identify_target` found.
     """
     _fetch(cfg, Path(out_dir), FILE_PATTERNS)
     if not any(Path(out_dir).glob(WEIGHT_PATTERN)):
@@ -109,7 +94,7 @@ def fetch_target(cfg: TargetConfig, out_dir: str | Path) -> None:
 
 @redact_secrets()
 def fetch_tokenizer(cfg: TargetConfig, out_dir: str | Path) -> None:
-    """The same as `fetch_target` without the weights."""
+    """As `fetch_target`, without the weights."""
     _fetch(cfg, Path(out_dir), SMALL_FILE_PATTERNS)
 
 
@@ -144,11 +129,7 @@ def _list_directory(cfg: TargetConfig) -> list[Path]:
 
 
 def _list_url(url: str) -> tuple[Any, list[str]]:
-    """The file system of a directory's URL, and its model files, sorted by name.
-
-    Raises:
-        ValueError: if it holds no model that can be read.
-    """
+    """The file system of a directory's URL, and its model files, sorted by name."""
     remedy = "give the URL of a directory that save_pretrained wrote"
     try:
         store, root = fsspec.url_to_fs(url.rstrip("/"))

@@ -1,11 +1,11 @@
-"""The size of a target from its config.json: parameters, bytes of weights and of a token's key-values."""
+"""The size of a target from its config.json: parameters, bytes of weights, KV cache bytes per token."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from eagle3.targets.properties import DTYPE_BYTES
 
-# Bytes a parameter where a checkpoint is quantised: mxfp4 has 4 bits and a scale byte for each 32 parameters.
+# Bytes per parameter of a quantised checkpoint: mxfp4 has 4 bits, and a scale byte for 32 parameters.
 MXFP4_BYTES = 4.25 / 8
 FP8_BYTES = 1.0
 OWN_KEYS = ("architectures", "_name_or_path", "auto_map", "quantization_config", "torch_dtype", "dtype")
@@ -15,10 +15,9 @@ OWN_KEYS = ("architectures", "_name_or_path", "auto_map", "quantization_config",
 class TargetSize:
     """Counts of a target.
 
-    embedding_params: of embedding and head. linear_params: of attention, dense MLPs and routers.
-    expert_params: of all experts. active: parameters that one token is multiplied with: the head's, not the
-    embedding's. expert_bytes, linear_bytes: bytes a parameter of a quantised checkpoint, None where stored in
-    the compute dtype.
+    embedding_params: embedding and head. linear_params: attention, dense MLPs and routers. expert_params: all
+    experts. active: parameters in the matrix products of one token, with the head. expert_bytes, linear_bytes:
+    bytes per parameter of a quantised checkpoint, None if stored in the compute dtype.
     """
 
     num_layers: int
@@ -36,21 +35,21 @@ class TargetSize:
 
     @property
     def params(self) -> int:
-        """All parameters, norms and biases left out."""
+        """All parameters without norms and biases."""
         return self.embedding_params + self.linear_params + self.expert_params
 
     def weight_bytes(self, dtype: str) -> float:
-        """Bytes of the weights on all GPUs together in this compute dtype."""
+        """Bytes of the weights on all GPUs together."""
         wide = DTYPE_BYTES[dtype]
         experts = self.expert_params * (self.expert_bytes or wide)
         return self.embedding_params * wide + self.linear_params * (self.linear_bytes or wide) + experts
 
     def key_value_bytes(self, dtype: str) -> int:
-        """Bytes of the keys and values of one token, sliding windows counted as full attention."""
+        """KV cache bytes per token; sliding windows count as full attention."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
     def prefill_flops(self, rows: float, tokens: float) -> float:
-        """Floating-point operations to read `rows` rows of equal length, `tokens` tokens together."""
+        """FLOPs to prefill `rows` rows of equal length with `tokens` tokens in all."""
         attention = 2 * self.num_layers * self.num_heads * self.head_dim * tokens**2 / max(rows, 1)
         return 2 * self.active * tokens + attention
 
@@ -107,7 +106,7 @@ def _quantised_bytes(config: dict[str, Any]) -> dict[str, float]:
 
 
 def check_tensor_parallel(size: TargetSize, num_gpus: int) -> None:
-    """Refuse a number of GPUs over which vLLM cannot split the attention heads."""
+    """Refuse a tensor-parallel size that vLLM cannot split the attention heads by."""
     kv_fit = size.num_kv_heads % num_gpus == 0 or num_gpus % size.num_kv_heads == 0
     if size.num_heads % num_gpus or not kv_fit:
         raise ValueError(
@@ -120,13 +119,9 @@ def check_tensor_parallel(size: TargetSize, num_gpus: int) -> None:
 def check_gpu_memory(
     size: TargetSize, dtype: str, max_model_len: int, num_gpus: int, usable_bytes: float, remedy: str
 ) -> None:
-    """Refuse a target whose weights, with the key-values of one longest sequence, do not fit on its GPUs.
+    """Refuse a target whose weights and KV cache of one longest sequence do not fit on its GPUs.
 
-    Args:
-        size: of the target, in the compute dtype `dtype`.
-        max_model_len: tokens of the longest sequence.
-        num_gpus: GPUs that share the target, each with `usable_bytes` for the engine.
-        remedy: settings to change, for the message.
+    usable_bytes: of each GPU, for the engine. remedy: settings to change, for the message.
     """
     weights = size.weight_bytes(dtype)
     cache = size.key_value_bytes(dtype) * max_model_len

@@ -1,9 +1,8 @@
-"""A fetched target is data: nothing in it is executed, and nothing in it names a file elsewhere.
+"""Make a fetched target safe: it runs no code of its own, and it names no file outside its directory.
 
-Loaders run a model's own Python code where its JSON files ask for it (`auto_map`) and a user agrees. Here no
-code is fetched (resolve.FILE_PATTERNS), `auto_map` is removed from our copy, and a target that then cannot be
-loaded is refused. There is no switch: supported architectures need no code but vLLM's and transformers', and
-supported tokenizers need no code but tokenizer.json.
+Loaders run a model's own Python code if its JSON files have `auto_map` and the user agrees. We fetch no code
+(resolve.FILE_PATTERNS) and remove `auto_map` from our copy. There is no switch: the supported architectures need
+only the code of vLLM and transformers.
 """
 
 import json
@@ -16,12 +15,7 @@ INDEX_PATTERN = "*.safetensors.index.json"
 
 
 def sanitize(target_dir: str | Path) -> None:
-    """Make a fetched target safe to load.
-
-    Raises:
-        ValueError: if its directory holds code, or an index names a file outside of it; names both and the
-            remedy.
-    """
+    """Remove `auto_map`; ValueError if the directory has code, or an index names a file outside of it."""
     root = Path(target_dir)
     if code := sorted(path.name for path in root.rglob("*.py")):
         remedy = "targets with code of their own are not supported"

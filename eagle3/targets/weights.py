@@ -1,4 +1,4 @@
-"""The target tensors that training needs, read from the safetensors files without building the model."""
+"""Read the target tensors that training needs from the safetensors files, without building the model."""
 
 import json
 from dataclasses import dataclass
@@ -9,9 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-# Architectures with logits head(RMSNorm(last hidden state)), the gain as stored, nothing scaled or capped,
-# and with aux states in vLLM 0.32 (SupportsEagle3). Gemma is none of them: its gain is 1 + w, its embedding
-# is scaled.
+# Architectures with logits = head(RMSNorm(last hidden state)), without scales or caps, and with aux states in
+# vLLM 0.32 (SupportsEagle3). Not Gemma: its gain is 1 + w, and its embedding is scaled.
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -22,8 +21,8 @@ INDEX_NAME = "model.safetensors.index.json"
 class TargetTensors:
     """Parts of the target that the draft uses.
 
-    config: config.json. embedding [V, H]: input embedding. norm_weight [H]: gain of the final RMSNorm.
-    norm_eps: its epsilon. head [V, H]: output head (the embedding itself where tied).
+    config: config.json. embedding: [V, H]. norm_weight: [H] gain of the final RMSNorm. norm_eps: its epsilon.
+    head: [V, H], the same tensor as the embedding if tied.
     """
 
     config: dict[str, Any]
@@ -34,11 +33,7 @@ class TargetTensors:
 
 
 def check_target_dir(target_dir: str | Path) -> dict[str, Any]:
-    """Read config.json; make sure that there are weights, and that a draft can be built for the architecture.
-
-    Raises:
-        ValueError: names the directory, the missing file, and the remedy.
-    """
+    """Read config.json; ValueError if there are no weights, or no draft can be built for the architecture."""
     root = Path(target_dir)
     config = read_config(root, root)
     if not any(root.glob("*.safetensors")):
@@ -49,7 +44,7 @@ def check_target_dir(target_dir: str | Path) -> dict[str, Any]:
 
 
 def read_config(target_dir: str | Path, name: str | Path) -> dict[str, Any]:
-    """Read a target's config.json; ValueError calls it `name` if there is none, or no JSON."""
+    """Read a target's config.json; `name` is the target in the error message."""
     try:
         config: dict[str, Any] = json.loads((Path(target_dir) / "config.json").read_text())
     except (OSError, ValueError) as e:
@@ -59,7 +54,7 @@ def read_config(target_dir: str | Path, name: str | Path) -> dict[str, Any]:
 
 
 def check_target_config(config: dict[str, Any], name: str | Path) -> None:
-    """Refuse a config.json for which no draft can be built; `name` is the target's in the message."""
+    """Refuse a config.json for which no draft can be built; `name` is the target in the error message."""
     if config.get("model_type") not in SUPPORTED_MODEL_TYPES:
         raise ValueError(
             f"{name} is a {config.get('model_type')!r} model; drafts can be trained for "
@@ -73,26 +68,18 @@ def check_target_config(config: dict[str, Any], name: str | Path) -> None:
 
 
 def load_target_tensors(target_dir: str | Path, dtype: torch.dtype = torch.float32) -> TargetTensors:
-    """Load embedding, final norm and head; no other tensor is read, so those may be quantised.
-
-    Args:
-        target_dir: directory with config.json and safetensors files (index or single file).
-        dtype: the tensors are converted to this.
-
-    Raises:
-        ValueError: if a tensor is missing, misshapen or quantised.
-    """
+    """Load embedding, final norm and head, converted to `dtype`; the other tensors may be quantised."""
     config = check_target_dir(target_dir)
     files = _tensor_files(target_dir)
     embedding = _read_floats(target_dir, files, "model.embed_tokens.weight").to(dtype)
     norm_weight = _read_floats(target_dir, files, "model.norm.weight").to(dtype)
     tied = config.get("tie_word_embeddings", False)
     head = embedding if tied else _read_floats(target_dir, files, "lm_head.weight").to(dtype)
-    whole = (config["vocab_size"], config["hidden_size"])
+    expected = (config["vocab_size"], config["hidden_size"])
     for name, tensor, shape in (
-        ("embedding", embedding, whole),
-        ("head", head, whole),
-        ("final norm", norm_weight, whole[1:]),
+        ("embedding", embedding, expected),
+        ("head", head, expected),
+        ("final norm", norm_weight, expected[1:]),
     ):
         if tensor.shape != shape:
             found = f"{name} has shape {tuple(tensor.shape)}, config.json has {shape}"
@@ -101,7 +88,7 @@ def load_target_tensors(target_dir: str | Path, dtype: torch.dtype = torch.float
 
 
 def _tensor_files(target_dir: str | Path) -> dict[str, Path]:
-    """Map each tensor name to the file that holds it, from the index or the files' own headers."""
+    """Map each tensor name to its file, from the index or the file headers."""
     root = Path(target_dir)
     if (root / INDEX_NAME).exists():
         weight_map = json.loads((root / INDEX_NAME).read_text())["weight_map"]
@@ -124,8 +111,7 @@ def _read_floats(target_dir: str | Path, files: dict[str, Path], name: str) -> T
     with safe_open(files[name], framework="pt") as f:
         tensor: Tensor = f.get_tensor(name)
     if tensor.dtype not in FLOAT_DTYPES:
-        rule = (
-            "embedding, final norm and head must not be quantised, take a target that keeps them in bfloat16"
-        )
-        raise ValueError(f"{target_dir}: {name} is stored as {tensor.dtype}; {rule}")
+        rule = "embedding, final norm and head must not be quantised"
+        found = f"{name} is stored as {tensor.dtype}"
+        raise ValueError(f"{target_dir}: {found}; {rule}, take a target that keeps them in bfloat16")
     return tensor

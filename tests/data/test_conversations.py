@@ -198,7 +198,7 @@ def test_ids_names_thoughts_and_objects_of_tool_turns_are_kept() -> None:
         (
             {"messages": [USER, {**ASSISTANT, "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
             "bad_tool_call",
-            "arguments of f in turn 2 of messages must be an object, got list; mend",
+            "arguments of f in turn 2 of messages must be an object, got list; correct",
         ),
         (
             {"messages": [USER], "tools": [{}]},

@@ -169,7 +169,7 @@ def test_a_file_that_is_not_of_its_format_is_an_error_that_names_it(
 
 def test_a_missing_file_is_named_with_its_remedy(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"gone\.jsonl cannot be read \(No such file.*give a whole, readable jsonl file"
+        ValueError, match=r"gone\.jsonl cannot be read \(No such file.*give a complete, readable jsonl file"
     ):
         list(read_file(str(tmp_path / "gone.jsonl"), "gone.jsonl"))
 

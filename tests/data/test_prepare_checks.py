@@ -79,7 +79,7 @@ def test_more_dropped_rows_than_allowed_is_an_error_with_counts_by_reason(workpl
     rows = [{"prompt": "a"}, {"prompt": "a"}, {"prompt": "b" * 90}, {"prompt": "held out"}]
     message = (
         "train.jsonl: 3 of 4 rows dropped (duplicate 1, prompt_too_long 1, in_heldout 1), "
-        "more than data.max_dropped_share = 0.5; mend the source"
+        "more than data.max_dropped_share = 0.5; correct the source"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         workplace.prepare(rows, max_prompt_tokens=60)
