@@ -2,14 +2,14 @@
 
 A row is a list of pieces (eagle3/data/template.py). A piece begins where a generation prompt ends and is
 tokenized on its own, so the tokens before an answer are those that the engine gets as a prompt. Tokenized as
-one text, the end of the prompt could merge with the begin of the answer. Pieces of ChatML:
+one text, the end of the prompt could merge with the start of the answer. Pieces of ChatML:
 
     <s>user⏎Hi</s>⏎<s>assistant⏎ | Hello!</s>⏎<s>user⏎Bye</s>⏎<s>assistant⏎ | See you!</s>
                                    ^^^^^^^^^^ supervised                       ^^^^^^^^^^^^
 """
 
 from functools import lru_cache
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class EncodedRow(NamedTuple):
-    """token_ids: T ids. loss_mask: T flags, True where the model wrote the token. reason: why to drop it."""
+    """loss_mask: True where the model wrote the token. num_cut: tokens cut off. reason: why to drop it, or ""."""
 
     token_ids: list[int]
     loss_mask: list[bool]
@@ -44,7 +44,7 @@ def load_chat_tokenizer(tokenizer_dir: str | Path) -> "PreTrainedTokenizerBase":
         raise ValueError(f"{tokenizer_dir}: the tokenizer has no chat template; {remedy}")
     if not tokenizer.is_fast or _anchor(tokenizer) is None:
         raise ValueError(
-            f"{tokenizer_dir}: the tokenizer cannot tokenize a text in pieces (it is slow, or changes the begin "
+            f"{tokenizer_dir}: the tokenizer cannot tokenize a text in pieces (it is slow, or changes the start "
             "of every text); choose a target with a fast tokenizer (tokenizer.json)"
         )
     return cast("PreTrainedTokenizerBase", tokenizer)
@@ -61,8 +61,8 @@ def conversation_rows(
         thinking: the template's switch; None leaves it to the template, False also drops the reasoning.
 
     Returns:
-        several rows if the template changes earlier turns later, for example drops their reasoning. Each
-        answer is supervised in exactly one row; without an answer there is no row.
+        several rows if the template rewrites earlier turns, for example drops their reasoning. Each answer is
+        supervised in exactly one row; without an answer there is no row.
 
     Raises:
         BadRow: if the template cannot write the conversation.
@@ -92,18 +92,17 @@ def encode_rows(
         answer's first token is never drafted), merged_pieces if the tokenizer merges the pieces.
     """
     anchor = _anchor(tokenizer) or ""
-    # Only the first piece is the begin of a text for the engine.
-    prefixes = [anchor if i else "" for pieces in rows for i in range(len(pieces))]
-    texts = [piece.text for pieces in rows for piece in pieces]
-    encoded = _encode(tokenizer, [anchor, *map(str.__add__, prefixes, texts)])
-    numbered = enumerate(prefixes, start=1)  # text 0 is the anchor
+    # For the engine a row is one text, so only the first piece is tokenized as the start of a text.
+    texts = [f"{anchor if i else ''}{piece.text}" for pieces in rows for i, piece in enumerate(pieces)]
+    encoded = _encode(tokenizer, [anchor, *texts])
+    index = count(1)  # text 0 is the anchor
     encoded_rows = []
     for pieces in rows:
         token_ids: list[int] = []
         loss_mask: list[bool] = []
         reason = ""
-        for piece in pieces:
-            ids, num_answer, is_apart = _piece_tokens(encoded, *next(numbered), piece)
+        for i, piece in enumerate(pieces):
+            ids, num_answer, is_apart = _piece_tokens(encoded, next(index), anchor if i else "", piece)
             reason = reason if is_apart else "merged_pieces"
             token_ids += ids
             loss_mask += [True] * num_answer + [False] * (len(ids) - num_answer)
@@ -118,7 +117,7 @@ def encode_rows(
 def _piece_tokens(
     encoded: "BatchEncoding", index: int, anchor: str, piece: Piece
 ) -> tuple[list[int], int, bool]:
-    """Token ids of a piece, the number of answer tokens at its begin, and False if tokens were merged.
+    """Token ids of a piece, the number of answer tokens at its start, and False if tokens were merged.
 
     Text 0 is the anchor alone; text `index` is the anchor (empty in a row's first piece) and the piece.
     """
@@ -166,7 +165,7 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> "BatchEnc
 def _anchor(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     """A prefix with which a piece is tokenized as the middle of a text; None if no prefix does that.
 
-    SentencePiece tokenizers add a space to the begin of every text, which a later piece must not get.
+    SentencePiece tokenizers add a space to the start of every text, which a later piece must not get.
     """
     for anchor in ("", tokenizer.bos_token or "", "\n"):
         start, begun, piece = _encode(tokenizer, [anchor, "a", f"{anchor}b"])["input_ids"]

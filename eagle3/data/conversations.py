@@ -55,7 +55,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Pretokenized:
-    """A row of T target token ids; loss_mask: T flags, True where the target wrote the token."""
+    """A row of target token ids. loss_mask: True where the target wrote the token."""
 
     token_ids: list[int]
     loss_mask: list[bool]

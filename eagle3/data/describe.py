@@ -53,18 +53,10 @@ def describe_rows(
     end_of_turn_ids: list[int],
     num_samples: int,
 ) -> Description:
-    """Count the rows of all shards in one pass.
-
-    Args:
-        rows: in order.
-        tokenizer: decodes the samples.
-        vocab_size: V of the target.
-        end_of_turn_ids: of the target; each is in every draft vocabulary.
-        num_samples: most samples: the first row of each source, then the second of each.
-    """
+    """Count rows in one pass, and decode up to `num_samples`: the first of each source, then the second of each."""
     counters: dict[str, TokenCounter] = {}
     statistics: dict[str, RowCounts] = {}
-    first_rows: list[tuple[int, int, TokenRow]] = []  # the row's number in its source, the source's, the row
+    first_rows: list[tuple[int, int, TokenRow]] = []  # number in the source, number of the source, row
     for row in rows:
         if row.source not in counters:
             counters[row.source] = TokenCounter(vocab_size)
@@ -108,7 +100,6 @@ def measure_coverage(description: Description, t2d: Tensor) -> dict[str, Any]:
 
 
 def write_description(directory: str | Path, description: Description) -> None:
-    """Write rows.json and counts.safetensors."""
     path = Path(directory)
     save_file({"counts": description.counts}, path / "counts.safetensors")
     content = {

@@ -70,12 +70,11 @@ class Outcome:
     format: str = ""
 
     def dropped(self, reason: str, message: str) -> "Outcome":
-        """The same outcome without token rows."""
         return replace(self, rows=[], reason=reason, message=message)
 
 
 class RowEncoder:
-    """Encodes rows in this process. excluded: keys of the user texts that no row may have."""
+    """Encodes rows in this process. excluded: keys of user texts; a row with one of them is dropped."""
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", cfg: DataConfig, excluded: frozenset[str] = frozenset()

@@ -55,11 +55,7 @@ def file_format(path: str) -> str | None:
 
 
 def read_file(uri: str, name: str) -> Iterator[Record]:
-    """Stream the rows of a file; blank lines, a byte-order mark and CRLF are accepted.
-
-    Args:
-        uri: path or URL; a file without a known suffix is read as JSONL.
-        name: name of the file in records.
+    """Stream the rows of a file, which records call `name`. A file without a known suffix is read as JSONL.
 
     Raises:
         ValueError: if the file cannot be opened, is truncated, or has no row that can be read.

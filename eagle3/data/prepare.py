@@ -140,7 +140,6 @@ class _ShardFiles:
             self.end_file()
 
     def end_file(self) -> None:
-        """Write the buffered rows to a file."""
         if not self.rows:
             return
         name = f"{self.name}-{len(self.files):05d}.parquet"

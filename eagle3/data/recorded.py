@@ -34,7 +34,6 @@ class Recorded:
 
     @classmethod
     def from_json(cls, text: str) -> "Recorded":
-        """The inverse of `to_json`."""
         return cls(json.loads(text))
 
     def to_json(self) -> str:
@@ -42,7 +41,7 @@ class Recorded:
         return json.dumps(self.results, ensure_ascii=False, sort_keys=True)
 
     def replay(self, call: Mapping[str, Any]) -> str | None:
-        """The next result of the call, in the end the last one again; None if the call has no result."""
+        """The next result of the call, then the last one again; None if the call was not recorded."""
         found = self.results.get(key_of(call))
         if not found:
             return None

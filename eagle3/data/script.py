@@ -31,13 +31,11 @@ class Script:
         return bool(self.turns or self.tools)
 
     def to_json(self) -> str:
-        """The script as a token shard stores it."""
         fields = vars(self) | {"recorded": self.recorded.to_json()}
         return json.dumps(fields, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> "Script":
-        """The inverse of `to_json`."""
         fields = json.loads(text)
         return cls(**fields | {"recorded": Recorded.from_json(fields["recorded"])})
 

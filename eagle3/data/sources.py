@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 
 def source_path(source: SourceConfig) -> str:
-    """The source's own path, or its preset's."""
     return source.path or PRESETS[source.preset].path
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from eagle3.data.encode import Outcome
 from eagle3.shards.tokens import TokenRow
 
-MAX_EXAMPLES = 3  # shown of each reason for which rows are dropped
+MAX_EXAMPLES = 3  # for each reason
 MAX_MESSAGE_CHARS = 300
 
 
@@ -48,7 +48,6 @@ class SourceTally:
     turns: Counter[int] = field(default_factory=Counter)
 
     def drop(self, where: str, reason: str, message: str) -> None:
-        """Count a source row that is dropped."""
         self.dropped[reason] += 1
         examples = self.examples.setdefault(reason, [])
         if len(examples) < MAX_EXAMPLES:

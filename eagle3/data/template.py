@@ -89,7 +89,7 @@ class ChatTemplate:
         return [_cut_at_answers(answers) for answers in rows]
 
     def prompt(self, conversation: Conversation) -> list[Piece]:
-        """The conversation and the generation prompt in one piece."""
+        """The conversation and the generation prompt as one piece."""
         messages = self._messages(conversation)
         text = self._render(messages, conversation.tools, prompt=True)
         for message in messages:

@@ -21,13 +21,13 @@ def hub_commit(what: str, name: str, revision: str, kind: Literal["model", "data
         ValueError: if a setting must change.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HFValidationError
 
     api = HfApi()
     look_up = api.dataset_info if kind == "dataset" else api.model_info
     try:
         return str(look_up(name, revision=revision or None, timeout=20).sha)
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, *connection_errors(), OSError) as e:
+    except (OSError, HFValidationError, *connection_errors()) as e:
         raise _hub_error(what, name, revision, e) from e
 
 
@@ -42,7 +42,7 @@ def download_from_hub(
 ) -> None:
     """Download the files that match `patterns` and none of `ignored`; errors as in `hub_commit`."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         snapshot_download(
@@ -52,13 +52,13 @@ def download_from_hub(
             allow_patterns=list(patterns),
             ignore_patterns=list(ignored),
         )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, *connection_errors(), OSError) as e:
+    except (OSError, HFValidationError, *connection_errors()) as e:
         raise _hub_error(what, name, revision, e) from e
     shutil.rmtree(Path(out_dir) / ".cache", ignore_errors=True)
 
 
 def connection_errors() -> tuple[type[Exception], ...]:
-    """The hub client's network errors: from httpx, or httpx2 in newer releases."""
+    """The hub client's network errors, which are no OSErrors: from httpx, or httpx2 in newer releases."""
     return tuple(import_module(name).TransportError for name in ("httpx", "httpx2") if find_spec(name))
 
 
