@@ -1,7 +1,7 @@
-"""The two container images, each from its lock: CPU for data and files, GPU for engine and training.
+"""The two container images, each from its lock file: CPU for data, GPU for engine and training.
 
-Set EAGLE3_REGISTRY (for example registry.example.com/ml) to push and pull. The code goes to the pods when a
-workflow starts (`--copy all`), or is part of the images (images/build.py); then EAGLE3_TAG is its version.
+Set EAGLE3_REGISTRY (for example registry.example.com/ml) to push and pull. Pods get the code when a workflow
+starts (`--copy all`), or the images contain it (images/build.py); then EAGLE3_TAG is the code's version.
 """
 
 import os
@@ -19,9 +19,9 @@ UV_IMAGE = "ghcr.io/astral-sh/uv:0.13.9"
 
 
 class LockFile(os.PathLike[str]):
-    """Path of a lock file, readable from any directory.
+    """Path of a lock file that opens from any directory.
 
-    Its text is the same on every machine, so that laptop and pod compute the same image tag.
+    Its repr is the same on every machine, so that a laptop and a pod compute the same image tag.
     """
 
     def __init__(self, relative: str) -> None:
@@ -41,7 +41,7 @@ def _image(name: str, lock: str, apt_packages: list[str], pip_args: str = "") ->
         python_version=PYTHON_VERSION,
         base_image=BASE_IMAGE,
         requirements=cast(str, LockFile(lock)),
-        # The locks are complete. They leave out packages that vLLM requires but never imports.
+        # The locks are complete, without packages that vLLM requires but never imports.
         pip_extra_args=f"--no-deps {pip_args}".strip(),
         apt_packages=apt_packages,
         builder_config={"uv_image": UV_IMAGE},

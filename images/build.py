@@ -1,8 +1,8 @@
-"""Write build contexts of both images with the code inside, for clusters whose pods get no code at run time.
+"""Write build contexts of both images with the code inside, for clusters that cannot copy code to pods.
 
-    python -m images.build DIRECTORY    writes a context for each image and prints `name directory` for each
+    python -m images.build DIRECTORY    writes one context for each image and prints `name directory`
 
-`make image` builds them with docker or podman. EAGLE3_TAG is required: the image's hash leaves the code out.
+`make image` builds them with docker or podman. It needs EAGLE3_TAG, because the image's hash ignores the code.
 """
 
 import shutil
@@ -19,14 +19,13 @@ LAST_LAYER = "COPY --chown=flytekit code /root\n"
 
 
 def write_context(image: ImageSpec, directory: Path) -> None:
-    """Write the context of flytekit's own builder, and add the code as the last layer."""
+    """Write the context of flytekit's builder, with the code as the last layer."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     create_docker_context(image, directory)
+    no_caches = shutil.ignore_patterns("__pycache__")
     for name in CODE:
-        shutil.copytree(
-            images.ROOT / name, directory / "code" / name, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(images.ROOT / name, directory / "code" / name, ignore=no_caches)
     with open(directory / "Dockerfile", "a") as file:
         file.write(LAST_LAYER)
 

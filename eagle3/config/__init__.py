@@ -1,8 +1,7 @@
 """Settings: one frozen pydantic model per stage; a recipe is a YAML file with one block for each.
 
-A stage's settings are part of its cache key, also those of the engine that only change its speed. No key
-holds paths and URIs (keys hold the content or commit there) or settings that say where and how a stage runs:
-FanOutConfig, ResourcesConfig, DataConfig.workers and HOW_ONLY of TrainConfig.
-tests/workflows/test_cache_keys.py has, for each setting, the stages that run again. Validators run on every
-Flyte hop: they are cheap and touch no file.
+The cache key of a stage holds its settings, including engine settings that only change speed. It holds the
+content or commit of files instead of their paths, and no settings of where and how a stage runs: FanOutConfig,
+ResourcesConfig, DataConfig.workers and HOW_ONLY of TrainConfig. tests/workflows/test_cache_keys.py lists the
+stages that run again for each setting. Validators run on every Flyte hop: they are cheap and open no file.
 """

@@ -6,7 +6,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from eagle3.uris import check_uri, redact_text
 
-# Characters of a wrong value that a message shows.
+# Characters of a wrong value in a message.
 MAX_SHOWN = 100
 
 # A path or URL in a recipe, without credentials.
@@ -20,11 +20,7 @@ class StageConfig(BaseModel):
 
     @classmethod
     def model_validate_json(cls, *args: Any, **kwargs: Any) -> Self:
-        """As pydantic's, but errors name the keys of the recipe; `pyflyte run` prints them.
-
-        Raises:
-            ValueError: each fault with its key, what must hold and what came.
-        """
+        """Validate as pydantic does; the ValueError names recipe keys, for `pyflyte run` to print."""
         try:
             return super().model_validate_json(*args, **kwargs)
         except ValidationError as e:
@@ -32,7 +28,7 @@ class StageConfig(BaseModel):
 
 
 def _fault(model: str, error: Any) -> str:
-    """One error of pydantic in a line; messages of our own validators already name keys and values."""
+    """Format one pydantic error; messages of our own validators already name key and value."""
     block = [model.removesuffix("Config").lower()] if model.endswith("Config") else []
     path = [*block, *map(str, error["loc"])]
     key = ".".join(path) or "recipe"

@@ -1,4 +1,4 @@
-"""Checks between settings of several stages; eagle3/planning/preflight.py has those that need the target."""
+"""Checks across stages that need settings only; eagle3/planning/preflight.py checks them against the target."""
 
 from eagle3.config.data import DataConfig
 from eagle3.config.engine import EngineConfig, EvaluateConfig, RegenerateConfig
@@ -7,7 +7,7 @@ from eagle3.config.training import TrainConfig
 
 
 def check_sampled_sources(regenerate: RegenerateConfig, names: list[str]) -> None:
-    """Refuse sampling settings of a source that does not exist; `names` are those of the run."""
+    """Refuse sampling settings for sources that are not among the `names` of the run."""
     if unknown := sorted(regenerate.sources.keys() - set(names)):
         raise ValueError(
             f"regenerate.sources must name sources of this run ({', '.join(names)}), got "
@@ -28,13 +28,8 @@ def check_processes(train: TrainConfig, resources: ResourcesConfig) -> None:
 def check_lengths(
     data: DataConfig, engine: EngineConfig, regenerate: RegenerateConfig, evaluate: EvaluateConfig
 ) -> None:
-    """Refuse settings under which a prompt that passes prepare would not fit a later stage.
-
-    Raises:
-        ValueError: names the settings, their sum and the remedy.
-    """
-    # Speculation reads up to 2k tokens past an answer's end; nearer to the limit its rounds get fewer
-    # guesses.
+    """Refuse settings with which a prompt that passes prepare would not fit a later stage."""
+    # Speculation reads up to 2k tokens past an answer; closer to the limit the engine makes fewer guesses.
     overhang = 2 * evaluate.num_speculative_tokens
     prompt = data.max_prompt_tokens
     needed = {

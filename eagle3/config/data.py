@@ -8,7 +8,7 @@ from eagle3.config.base import StageConfig, Uri
 
 PresetName = Literal["", "sharegpt", "ultrachat", "magpie", "open_perfectblend", "toolace", "bfcl"]
 
-# The hub cannot load their files as a data set.
+# Presets whose files the hub cannot load as a data set.
 PRESETS_WITHOUT_HUB = ("bfcl",)
 
 
@@ -24,7 +24,7 @@ class SourceConfig(StageConfig):
     )
     name: str = Field(default="", description="name in rows and report; empty: hub name or file name")
     preset: PresetName = Field(
-        default="", description="mapping of a well-known data set; empty: the format is recognised"
+        default="", description="mapping of a well-known data set; empty: the format is detected"
     )
     weight: float = Field(
         default=0.0, ge=0, description="relative share of the mix; for all sources or for none"
@@ -42,8 +42,7 @@ class SourceConfig(StageConfig):
             )
         if not self.path and self.preset in PRESETS_WITHOUT_HUB:
             raise ValueError(
-                f"the preset {self.preset} is no data set that the hub loads; set path to a file or "
-                "directory with its JSONL files"
+                f"the hub cannot load preset {self.preset}; set path to a file or directory with its JSONL files"
             )
         return self
 
@@ -55,7 +54,8 @@ class DataConfig(StageConfig):
         default=[], description="more sources than `prompts`; without weights each fills its own shards"
     )
     excluded: list[SourceConfig] = Field(
-        default=[], description="evaluation sets, whose prompts are dropped like those of `heldout`"
+        default=[],
+        description="evaluation sets; training rows with their prompts are dropped, as with `heldout`",
     )
     max_prompt_tokens: int = Field(
         default=2048, ge=1, description="longest prompt, tokens; rows with a longer one are dropped"

@@ -67,7 +67,7 @@ class RegenerateConfig(StageConfig):
         default={}, description="sampling of single sources; the source of `prompts` is `train`"
     )
     max_tool_rounds: int = Field(
-        default=8, ge=1, description="answers with tool calls in a row after which a conversation ends"
+        default=8, ge=1, description="consecutive answers with tool calls after which a conversation ends"
     )
     tool_parser: str = Field(
         default="",
@@ -89,9 +89,8 @@ class RegenerateConfig(StageConfig):
 
     def for_sources(self, names: list[str]) -> "RegenerateConfig":
         """The settings that decide the answers of a shard with these sources, for its cache key."""
-        return self.model_copy(
-            update={"sources": {name: own for name, own in sorted(self.sources.items()) if name in names}}
-        )
+        kept = {name: own for name, own in sorted(self.sources.items()) if name in names}
+        return self.model_copy(update={"sources": kept})
 
     @property
     def longest_answer(self) -> int:
@@ -109,10 +108,10 @@ class ExtractConfig(StageConfig):
         default="bf16", description="dtype on disk; bf16 is exact for a bfloat16 engine, fp8 is e4m3"
     )
     compression: Literal["none", "zstd"] = Field(
-        default="zstd", description="zstd is lossless: about a quarter less for bf16"
+        default="zstd", description="zstd is lossless and saves about a quarter of bf16"
     )
     chunk_bytes: int = Field(
-        default=1 << 30, ge=1, description="bytes before compression, after which a new chunk starts"
+        default=1 << 30, ge=1, description="bytes before compression at which a new chunk starts"
     )
 
 
@@ -123,7 +122,7 @@ class EvaluateConfig(StageConfig):
     max_new_tokens: int = Field(default=256, ge=2, description="longest answer, tokens")
     dtype: Dtype = Field(
         default="float32",
-        description="compute dtype; below float32 rounding may change the text with the draft",
+        description="compute dtype; rounding in a smaller one than float32 may change the text with the draft",
     )
     concurrency: int = Field(default=1, ge=1, description="sequences in flight")
 

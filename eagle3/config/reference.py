@@ -1,7 +1,4 @@
-"""docs/settings.md: a table of every block of a recipe, from the descriptions of its fields.
-
-python -m eagle3.config.reference > docs/settings.md
-"""
+"""Writes docs/settings.md, a table for every block of a recipe: python -m eagle3.config.reference > docs/settings.md"""
 
 import json
 from collections.abc import Iterator
@@ -16,10 +13,10 @@ from eagle3.config.training import HOW_ONLY, PromoteConfig
 TITLE = """# Settings
 
 A recipe is a YAML file with these blocks, and `prompts`, `heldout` and `run_name`. `promote` is an input of
-`retrain_eagle3` alone. Another value of a setting marked † changes no result, so no stage runs again for it.
-This page is generated from `eagle3/config` by `make docs`.
+`retrain_eagle3` alone. Settings marked † change no result: no stage runs again when they change. `make docs`
+generates this page from `eagle3/config`.
 """
-# Settings that no cache key holds, by block; * for all.
+# Block -> settings that no cache key holds; * for all.
 UNKEYED: dict[str, tuple[str, ...]] = {
     "data": ("workers",),
     "train": HOW_ONLY,
@@ -42,12 +39,12 @@ def render_settings() -> str:
 
 
 def is_unkeyed(block: str, name: str) -> bool:
-    """Whether a setting of a block is in no cache key."""
+    """Whether no cache key holds this setting."""
     return bool({name, "*"} & set(UNKEYED.get(block, ())))
 
 
 def _settings(model: type[StageConfig], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Keys and fields of a model, including those of models in its fields, each model once."""
+    """Keys and fields of a model and of the models inside it; each inner model once."""
     shown: set[type[StageConfig]] = set()
     for name, field in model.model_fields.items():
         kind = get_origin(field.annotation)
@@ -75,7 +72,7 @@ def _row(block: str, key: str, field: FieldInfo) -> str:
 
 
 def _type_text(kind: Any) -> str:
-    """A type in plain words; of a literal its choices."""
+    """A type in plain words; a Literal as its choices."""
     arguments = get_args(kind)
     if get_origin(kind) is Literal:
         return ", ".join(f"`{json.dumps(choice)}`" for choice in arguments)

@@ -1,4 +1,4 @@
-"""What each kind of pod asks of the cluster. Nothing here decides a result, so no cache key holds it."""
+"""Resource requests of each kind of pod. They change no result, so no cache key holds them."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ AcceleratorName = Literal[
 
 
 def _as_quantity(value: Any, info: ValidationInfo) -> Any:
-    """Accept a plain number of cores, as Kubernetes does; refuse a number of bytes without a unit."""
+    """Accept a plain number of cores, as Kubernetes does, but no bytes without a unit."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     if info.field_name != "cpu":
@@ -73,9 +73,9 @@ class ResourcesConfig(StageConfig):
     data: DataResources = Field(default=DataResources(), description="fetching the target, and prepare")
 
 
-SUFFIXES = {"": 1, "m": 1e-3} | {
-    k + i: (1024 if i else 1000) ** (n + 1) for n, k in enumerate("KMGT") for i in ("", "i")
-}
+SUFFIXES = {"": 1, "m": 1e-3}
+SUFFIXES |= {letter: 1000**power for power, letter in enumerate("KMGT", 1)}
+SUFFIXES |= {f"{letter}i": 1024**power for power, letter in enumerate("KMGT", 1)}
 
 
 def quantity_bytes(quantity: str) -> int:

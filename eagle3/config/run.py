@@ -1,4 +1,4 @@
-"""All blocks of a recipe together, by the names they have there."""
+"""The blocks of a recipe."""
 
 from eagle3.config.base import StageConfig
 from eagle3.config.data import DataConfig, VocabConfig

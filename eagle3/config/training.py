@@ -7,10 +7,10 @@ from pydantic import Field, model_validator
 from eagle3.config.base import StageConfig, Uri
 from eagle3.config.engine import Dtype
 
-# In no cache key: with a larger disk budget or other GPUs, a finished draft is not trained again.
+# Settings that no cache key holds: a finished draft is not trained again for a new disk budget or other GPUs.
 HOW_ONLY = ("device", "processes", "disk_budget_bytes", "checkpoint_every")
 
-# What dtype `auto` means on a device; eagle3/training/loop.py uses the same.
+# Meaning of dtype `auto` on a device, here and in eagle3/training/loop.py.
 DTYPE_ON = {"cpu": "float32", "cuda": "bfloat16"}
 
 
@@ -70,11 +70,14 @@ class TrainConfig(StageConfig):
     )
     norm_before_fc: bool = Field(default=False, description="one RMSNorm over the concatenated aux states")
     fc_norm: bool = Field(default=False, description="one RMSNorm per aux state")
-    norm_output: bool = Field(default=False, description="feed back the state after the norm")
+    norm_output: bool = Field(
+        default=False, description="feed the state after the norm into the next TTT step"
+    )
     validation_rows: int = Field(default=32, ge=0, description="conversations kept for validation")
     validate_every: int = Field(default=0, ge=0, description="steps between validations; 0: after each epoch")
     keep: Literal["best", "last"] = Field(
-        default="best", description="weights to export: of the best validation acceptance length, or the last"
+        default="best",
+        description="weights to export: those with the best validation acceptance length, or the last",
     )
     checkpoint_every: int = Field(default=200, ge=1, description="optimizer steps between checkpoints")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one")
@@ -100,10 +103,9 @@ class TrainConfig(StageConfig):
         return self
 
     def settings_of_result(self) -> "TrainConfig":
-        """The settings that decide the draft, for its cache key; the others have their defaults.
+        """The settings that decide the draft, for its cache key; the others get their defaults.
 
-        The initial draft is in the key by its digest, and a device that decides the compute dtype by that
-        dtype.
+        The key also has the initial draft's digest. A device that decides the compute dtype is in it as dtype.
         """
         how = {name: type(self).model_fields[name].default for name in HOW_ONLY}
         dtype = DTYPE_ON.get(self.device, "auto") if self.dtype == "auto" else self.dtype
@@ -137,11 +139,10 @@ class PromoteConfig(StageConfig):
     margin: float = Field(
         default=0.02,
         ge=0,
-        description="acceptance length, tokens, by which a new draft may be worse and still be promoted",
+        description="tokens of acceptance length that a new draft may lose and still be promoted",
     )
     identical_text: bool = Field(
-        default=True,
-        description="refuse a draft if the greedy text of any held-out prompt differs with and without it",
+        default=True, description="refuse a draft with which the greedy text of any held-out prompt differs"
     )
     warm_start: bool = Field(
         default=True,

@@ -1,9 +1,9 @@
 """Acceptance and speed of a draft on held-out prompts, measured by the engine and predicted by the trainer.
 
-The engine answers the prompts greedily without and with the draft. Without it, the engine generates past the
-ends of the answers, because the last round of speculation reads there. These texts are captured and unrolled
-as in training; a walk over the unroll must give the rounds and accepted counts of the engine, in float32
-exactly.
+The engine answers the prompts greedily without and with the draft. The texts without the draft are captured, and
+the draft is unrolled over them as in training; walking the unroll must give the engine's rounds and accepted
+counts, in float32 exactly. These texts continue past the ends of the answers, because the last round of
+speculation reads there.
 """
 
 import json
@@ -59,23 +59,18 @@ def evaluate(
     tensor_parallel_size: int = 1,
     watch: Callable[[str], Watch] = Watch,
 ) -> dict[str, Any]:
-    """Measure a draft and write evaluation.json.
+    """Measure a draft, write evaluation.json to `out_path` and return its content.
 
     Args:
-        target_dir, export_dir: the target's files and the exported draft.
         heldout_path: token shard of prompts.
-        engine: how the target runs, but for dtype and sequences in flight, which are in cfg.
-        cfg: draft tokens per round, length of answers, dtype, sequences in flight.
-        out_path: evaluation.json.
-        tensor_parallel_size: GPUs that share the target.
+        engine: how the target runs; dtype and sequences in flight come from cfg.
         watch: makes the progress display of a pass from its label.
 
     Returns:
-        The content of evaluation.json: acceptance_length, acceptance_by_position, rounds, accepted and the
-        same with trainer_ before their names, outputs_identical, differing_prompts (sample ids), tokens_per_s
-        {with_draft, without_draft}, prompts, and the settings.
+        acceptance_length, acceptance_by_position, rounds, accepted and the same with the prefix trainer_,
+        outputs_identical, differing_prompts (sample ids), tokens_per_s {with_draft, without_draft}, prompts,
+        generated_tokens, and the settings.
     """
-    # check_lengths leaves room for a prompt of the longest length, its answer and 2k tokens.
     rows = read_token_shard(heldout_path)
     job = Job(target_dir, export_dir, engine, cfg, tensor_parallel_size, watch)
     plain, drafted = _answer_twice(job, rows)
@@ -90,7 +85,8 @@ def evaluate(
 
 
 def _answer_twice(job: Job, rows: list[TokenRow]) -> tuple[Generation, Generation]:
-    """Generate without the draft, k tokens past the longest answer, then with it."""
+    """Generate without the draft, k tokens past the longest answer, then with the draft."""
+    # The context has room for this: check_lengths demands 2k tokens after the longest prompt and answer.
     settings = job.engine.model_copy(update={"dtype": job.cfg.dtype, "max_num_seqs": job.cfg.concurrency})
     prompts = [row.token_ids for row in rows]
     length = job.cfg.max_new_tokens
@@ -112,7 +108,7 @@ def _measured(
     drafted: Generation,
     predicted: AcceptanceCounts,
 ) -> dict[str, Any]:
-    """The measured part of evaluation.json; lengths: tokens of the answers in the text without the draft."""
+    """The measured part of evaluation.json; `lengths` are those of the answers without the draft."""
     differing = [
         row.sample_id
         for row, text, length, answer in zip(rows, plain.answers, lengths, drafted.answers, strict=True)
@@ -150,13 +146,9 @@ def answer_length(token_ids: list[int], end_ids: list[int], max_new_tokens: int)
 def _predict_acceptance(
     job: Job, rows: list[TokenRow], texts: list[list[int]], lengths: list[int]
 ) -> AcceptanceCounts:
-    """Predict acceptance as the trainer does: capture the target's greedy answers, unroll the draft, walk.
+    """Predict acceptance as the trainer does: capture the greedy texts, unroll the draft, walk the unroll.
 
-    Args:
-        rows: the prompts.
-        texts: the target's greedy tokens after each, at least num_speculative_tokens - 1 past the answer's
-            end.
-        lengths: tokens of each answer.
+    A text continues at least num_speculative_tokens - 1 tokens past the end of its answer.
     """
     draft, target_ids = load_exported(job.export_dir, load_target_tensors(job.target_dir).embedding)
     k = job.cfg.num_speculative_tokens
@@ -175,7 +167,7 @@ def _predict_acceptance(
 
 
 def _capture_answers(job: Job, rows: list[TokenRow], texts: list[list[int]], scratch: str) -> str:
-    """Capture exact hidden states of every prompt and text; returns their directory, inside `scratch`."""
+    """Capture hidden states of every prompt and text without loss into a directory in `scratch`."""
     answered = []
     for row, text in zip(rows, texts, strict=True):
         mask = [False] * len(row.token_ids) + [True] * len(text)
@@ -197,7 +189,7 @@ def _capture_answers(job: Job, rows: list[TokenRow], texts: list[list[int]], scr
 def _hits_by_position(
     draft: Eagle3Draft, target_ids: Tensor, captured: HiddenStateRow, ttt_steps: int
 ) -> Tensor:
-    """[k, T] bool: whether the guess of TTT step i at a position is the target's token."""
+    """[k, T] bool, True where the guess of a TTT step at a position is the target's token."""
     batch = pack_rows([captured], ttt_steps)
     with torch.no_grad():
         hits = find_hits(guess(draft(batch), draft.lm_head.weight, target_ids), batch)

@@ -5,11 +5,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One GPU: memory in GB, peak of dense bfloat16 (V100, T4: float16), bandwidth of the memory."""
+    """One GPU; `tflops` is its peak in dense bfloat16 (V100, T4: float16)."""
 
     memory_gb: float
     tflops: float
     bandwidth_gb_s: float
+
+    @property
+    def flops(self) -> float:
+        return self.tflops * 1e12
+
+    def times(self, count: int) -> "Accelerator":
+        """`count` of these GPUs as one."""
+        return Accelerator(self.memory_gb * count, self.tflops * count, self.bandwidth_gb_s * count)
 
 
 ACCELERATORS: dict[str, Accelerator] = {

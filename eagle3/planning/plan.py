@@ -1,4 +1,4 @@
-"""What a run would read, store and cost, from its settings and the first rows of its sources."""
+"""The plan: rows, bytes and GPU-hours of a run, estimated from its settings and a survey of its sources."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -6,12 +6,10 @@ from math import ceil
 from typing import Any
 
 from eagle3.config.run import RunSettings
-from eagle3.planning.accelerators import ACCELERATORS
 from eagle3.planning.estimates import (
     ASSUMPTIONS,
     COMPRESSED_SHARE,
     ENGINE_START_S,
-    DraftSize,
     StageCost,
     draft_size,
     evaluate_cost,
@@ -23,18 +21,15 @@ from eagle3.planning.preflight import largest_state_bytes
 from eagle3.planning.workload import SourceSurvey, Workload
 from eagle3.shards.hidden_states import hidden_state_bytes
 from eagle3.targets.properties import aux_layer_ids
-from eagle3.targets.size import TargetSize, target_size
+from eagle3.targets.size import target_size
 
 MAX_START_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Size and cost of a run.
-
-    max_state_bytes: of the hidden states before compression, every answer at its longest; state_bytes:
-    expected, after compression.
-    """
+    """Size and cost of a run. Hidden states take `state_bytes` after compression, by estimate; they take at
+    most `max_state_bytes` before it, with every answer at its longest."""
 
     target: str
     params: int
@@ -66,8 +61,7 @@ def make_plan(
 
     Args:
         config: the target's config.json.
-        name: of the target.
-        sources: what the survey found of each.
+        name: the target's name.
         heldout: number of held-out prompts.
     """
     size = target_size(config)
@@ -75,7 +69,13 @@ def make_plan(
     layer_ids = aux_layer_ids(cfg.extract.layer_ids, size.num_layers)
     encoding = cfg.extract.encoding
     raw = hidden_state_bytes(work.tokens, work.supervised, len(layer_ids), size.hidden_size, encoding)
-    stages = _stages(cfg, work, size, draft, raw, heldout)
+    stages = [
+        extract_cost(cfg, work, size, raw),
+        train_cost(cfg, work, draft),
+        evaluate_cost(cfg, heldout, size),
+    ]
+    if work.waiting_rows:
+        stages.insert(0, regenerate_cost(cfg, work, size))
     share = COMPRESSED_SHARE.get(encoding, 1.0) if cfg.extract.compression == "zstd" else 1.0
     return RunPlan(
         target=name,
@@ -93,29 +93,11 @@ def make_plan(
     )
 
 
-def _stages(
-    cfg: RunSettings, work: Workload, size: TargetSize, draft: DraftSize, raw_bytes: int, heldout: int
-) -> list[StageCost]:
-    gpu = ACCELERATORS[cfg.resources.engine.accelerator]
-    num_gpus = cfg.fanout.tensor_parallel_size
-    replicas = cfg.fanout.replicas
-    stages = []
-    if work.waiting_rows:
-        answering = len(cfg.fanout.server_urls) or replicas
-        stages.append(regenerate_cost(work, size, cfg.engine, gpu, num_gpus, answering))
-    stages.append(extract_cost(work, size, cfg.extract, gpu, num_gpus, replicas, raw_bytes))
-    trainer = cfg.resources.trainer
-    stages.append(train_cost(work, draft, cfg.train, ACCELERATORS[trainer.accelerator], trainer.gpus))
-    stages.append(evaluate_cost(heldout, size, cfg.engine, cfg.evaluate, gpu, num_gpus))
-    return stages
-
-
 def _notes(cfg: RunSettings, sources: Sequence[SourceSurvey]) -> list[str]:
     notes = []
     if unknown := [s.name for s in sources if s.basis == "at_least"]:
         notes.append(
-            f"the number of rows of {', '.join(unknown)} is unknown: rows, bytes and hours are the least "
-            "there can be"
+            f"the number of rows of {', '.join(unknown)} is unknown: rows, bytes and hours are lower bounds"
         )
     for s in sources:
         if s.dropped_share > cfg.data.max_dropped_share:
@@ -124,18 +106,16 @@ def _notes(cfg: RunSettings, sources: Sequence[SourceSurvey]) -> list[str]:
                 f"more than data.max_dropped_share = {cfg.data.max_dropped_share} of all"
             )
     if cfg.data.excluded:
-        notes.append("rows that data.excluded drops are counted in")
+        notes.append("the row counts include rows that data.excluded will drop")
     if cfg.fanout.server_urls:
-        notes.append("servers are counted as if they had the GPUs of resources.engine")
+        notes.append("the estimate assumes that the servers have the GPUs of resources.engine")
     if cfg.engine.engine == "transformers" or cfg.train.device == "cpu":
-        notes.append(
-            "hours are those of the GPUs that resources name, not of this recipe's CPU engine or trainer"
-        )
+        notes.append("hours are for the GPUs in `resources`, not for this recipe's CPU engine or trainer")
     return notes
 
 
 def _start_notes(cfg: RunSettings, work: Workload, stages: Sequence[StageCost]) -> list[str]:
-    """Name stages in which the start of the engine takes more than MAX_START_SHARE of a shard's time."""
+    """List stages that spend more than MAX_START_SHARE of a shard's time on starting the engine."""
     notes = []
     for stage in stages:
         is_answered_here = stage.stage == "regenerate" and not cfg.fanout.server_urls

@@ -1,8 +1,8 @@
 """Refuse a run that a later stage would refuse: the first node of `plan` and of every run.
 
-It reads the settings, the target's files without its weights, the initial draft's config.json and the first
-rows of the sources: seconds, no weights and no GPU. What only a later stage can see is refused there: rows
-after those (prepare), tensors of the target (fetch_target) and of the initial draft (build_vocab).
+Preflight reads the settings, the target's files without weights, the initial draft's config.json and the first
+rows of the sources. It takes seconds and no GPU. Later stages check what it does not read: prepare the other
+rows, fetch_target the target's tensors, build_vocab the initial draft's tensors.
 """
 
 from collections.abc import Sequence
@@ -36,11 +36,11 @@ RAISE_TENSOR_PARALLEL = "raise fanout.tensor_parallel_size or name a larger reso
 
 @dataclass(frozen=True)
 class Preflight:
-    """What a run's names stand for now, and what the first rows of its sources say.
+    """The artefacts that the names in a recipe refer to now, and a survey of the sources.
 
-    target: name, revision and digest as `identify_target` found them. config: the target's config.json.
-    init_from, init_digest: of the initial draft, empty without one. source_versions: of data.sources, then of
-    data.excluded. surveys: of the prompts, if there are any, then of data.sources.
+    target: name, revision and digest from `identify_target`. config: the target's config.json. init_from and
+    init_digest are empty without an initial draft. source_versions: of data.sources, then of data.excluded.
+    surveys: of the prompts, if there are any, then of data.sources.
     """
 
     target: tuple[str, str, str]
@@ -59,14 +59,14 @@ def preflight(
     """Resolve the names in a recipe and check everything that can be checked before work starts.
 
     Args:
-        disks: local disk, bytes, of the pods of `resources`, by their names.
+        disks: block of `resources` -> local disk of its pods, bytes.
         prompts: file with prompts, or empty.
         heldout: file with held-out prompts.
         with_rows: False for a run that starts from shards: its prompts and sources are not read.
 
     Raises:
-        ValueError: the first fault, with its remedy.
-        ConnectionError: where another try may help.
+        ValueError: if a setting, the target or a source is wrong; permanent.
+        ConnectionError: if the network failed; transient.
     """
     check_lengths(cfg.data, cfg.engine, cfg.regenerate, cfg.evaluate)
     check_processes(cfg.train, cfg.resources)
@@ -78,7 +78,8 @@ def preflight(
     check_public_name(public_name)
     target = identify_target(cfg.target)
     name, revision, _ = target
-    init_from, init_digest = "", ""
+    init_from = ""
+    init_digest = ""
     if cfg.train.init_from:
         init_from, init_digest = resolve_initial(cfg.train.init_from, cfg.train.init_revision)
     with TemporaryDirectory() as target_dir:
@@ -94,18 +95,18 @@ def preflight(
 
 
 def _check_names(cfg: RunSettings, given: list[SourceConfig]) -> None:
-    """Refuse a run without sources, and sources whose names or weights do not go together."""
+    """Refuse a run without sources, and sources with conflicting names or weights."""
     sources = [*given, *cfg.data.sources]
     if not sources:
         raise ValueError("there is nothing to train on: give prompts, data.sources or both")
-    # Sampling settings for "train", the source of the prompts, may stay in a recipe that has none.
+    # A recipe without prompts may keep sampling settings for their source, "train".
     check_sampled_sources(cfg.regenerate, list(dict.fromkeys(["train", *check_sources(sources)])))
 
 
 def _with_rows(
     found: Preflight, cfg: RunSettings, given: list[SourceConfig], heldout: str, target_dir: str
 ) -> Preflight:
-    """Survey the sources and check what they hold."""
+    """Survey the sources and check the survey."""
     versions = [source_version(source) for source in (*cfg.data.sources, *cfg.data.excluded)]
     sources = given + pin_sources(cfg.data.sources, versions[: len(cfg.data.sources)])
     held_out = SourceConfig(path=heldout, name="heldout")
@@ -121,12 +122,9 @@ def check_target(
 
     Args:
         config: the target's config.json.
-        name: of the target, for messages.
-        disks: local disk, bytes, of the pods of `resources`, by their names.
-        is_vocab_given: the draft vocabulary is the initial draft's; vocab.size is ignored.
-
-    Raises:
-        ValueError: the first fault, with its remedy.
+        name: the target's name, for messages.
+        disks: block of `resources` -> local disk of its pods, bytes.
+        is_vocab_given: True if the initial draft sets the draft vocabulary, so that vocab.size is ignored.
     """
     check_target_config(config, name)
     check_max_model_len(cfg.engine.max_model_len, config)
@@ -156,19 +154,19 @@ def _check_engine_gpus(cfg: RunSettings, size: TargetSize) -> None:
 def _check_trainer_gpu(cfg: RunSettings, config: dict[str, Any], size: TargetSize) -> None:
     accelerator = cfg.resources.trainer.accelerator
     memory = ACCELERATORS[accelerator].memory_gb * 1e9
-    # The trainer keeps the target's embedding and head in the compute dtype, two bytes a parameter.
-    tables = 2 * size.vocab_size * size.hidden_size
-    needed = draft_size(config, cfg).params * TRAINED_BYTES + 2 * tables
+    # The trainer holds the target's embedding and head in the compute dtype: two bytes a parameter.
+    frozen = 2 * 2 * size.vocab_size * size.hidden_size
+    needed = draft_size(config, cfg).params * TRAINED_BYTES + frozen
     if needed > memory:
         raise ValueError(
-            f"draft, optimizer and the target's two tables must fit on one {accelerator} of "
+            f"the draft, the optimizer and the target's embedding and head must fit on one {accelerator} of "
             f"{memory / 1e9:.0f} GB, they take {needed / 1e9:.0f} GB; lower vocab.size or name a larger "
             "resources.trainer.accelerator"
         )
 
 
 def _check_disks(cfg: RunSettings, size: TargetSize, disks: dict[str, int]) -> None:
-    # Checkpoints are bfloat16 unless they are quantised.
+    # Most checkpoints are bfloat16; quantised ones are smaller.
     weights = size.weight_bytes("bfloat16")
     needed = {
         "data": weights,
@@ -185,22 +183,17 @@ def _check_disks(cfg: RunSettings, size: TargetSize, disks: dict[str, int]) -> N
 
 
 def check_rows(cfg: RunSettings, config: dict[str, Any], surveys: Sequence[SourceSurvey]) -> None:
-    """Refuse rows that are too few, tool tasks without a parser, and chunks that the trainer could not hold.
-
-    Raises:
-        ValueError: if rows have tools and no tool parser is set; if rows, all of them counted, fill fewer
-            shards than data.min_shards; if the groups of chunks may exceed the trainer's disk budget.
-    """
+    """Refuse too few rows, tool tasks without a tool parser, and chunk groups above the disk budget."""
     check_parsers(cfg.regenerate, has_tools=any(s.tool_tasks for s in surveys))
     work = workload(cfg, surveys)
-    is_certain = all(s.basis == "counted" for s in surveys) and not any(s.weight for s in cfg.data.sources)
-    if is_certain and work.shards < cfg.data.min_shards:
+    is_exact = all(s.basis == "counted" for s in surveys) and not any(s.weight for s in cfg.data.sources)
+    if is_exact and work.shards < cfg.data.min_shards:
         raise ValueError(
             f"{work.rows} usable rows fill {work.shards} shards of data.rows_per_shard = "
             f"{cfg.data.rows_per_shard}, data.min_shards = {cfg.data.min_shards} are required; add rows or "
             "lower one of them"
         )
-    # A trainer's process trains on one group of chunks and fetches the next.
+    # A trainer process trains on one group of chunks while it fetches the next.
     groups = 2 * cfg.train.shuffle_chunks * cfg.extract.chunk_bytes
     held = min(groups, largest_state_bytes(cfg, config, work))
     budget = cfg.train.disk_budget_bytes // (cfg.train.processes or cfg.resources.trainer.gpus)

@@ -1,8 +1,8 @@
-"""How many rows and tokens the sources hold, in seconds: small ones are tokenized whole, large ones sampled.
+"""The survey: count the rows and tokens of every source in seconds; large sources are sampled.
 
-A source of at most COUNT_ROWS rows is encoded as prepare will, without held-out prompts and repetitions: its
-numbers are exact. A longer one is sampled: SAMPLE_ROWS rows are encoded, and the number of its rows comes
-from its Parquet footers, its size in bytes, or the hub.
+A source of at most COUNT_ROWS rows is encoded as in prepare, without held-out prompts and duplicates: its counts
+are exact. Of a larger source SAMPLE_ROWS rows are encoded; the number of its rows comes from Parquet footers, its
+size in bytes, or the hub.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ SAMPLE_ROWS = 400
 
 @dataclass
 class _Counts:
-    """Rows of a source as they are encoded. read: all; kept: those of them that can be used."""
+    """Counts of a source's encoded rows; `read` rows of the source gave `kept` usable ones."""
 
     read: int = 0
     kept: int = 0
@@ -36,7 +36,7 @@ class _Counts:
     tool_tasks: int = 0
 
     def survey(self, name: str, basis: str, scale: float = 1.0) -> SourceSurvey:
-        """The counts times `scale`, the share of dropped rows as it is."""
+        """Multiply the counts by `scale`; the share of dropped rows does not change."""
         return SourceSurvey(
             name=name,
             basis=basis,
@@ -56,14 +56,11 @@ def survey(
     cfg: DataConfig,
     regenerate: bool,
 ) -> tuple[list[SourceSurvey], int]:
-    """Count or sample every source.
-
-    Returns:
-        one survey a source, weights not yet applied, and the number of held-out prompts.
+    """Count or sample every source; return one survey each, before weights, and the number of held-out prompts.
 
     Raises:
-        ValueError: if a source cannot be read, loses more than data.max_dropped_share of its rows, or has no
-            usable row among its first ones; if no held-out prompt is left.
+        ValueError: if a source loses more than data.max_dropped_share of its rows, or no held-out prompt is
+            left.
     """
     tokenizer = load_chat_tokenizer(tokenizer_dir)
     heldout_keys: set[str] = set()
@@ -88,21 +85,21 @@ def _survey_source(
     source: SourceConfig, encoder: RowEncoder, cfg: DataConfig, regenerate: bool, seen: set[str]
 ) -> SourceSurvey:
     records = list(islice(read_source(source), COUNT_ROWS + 1))
-    is_whole = len(records) <= COUNT_ROWS
-    sample = records if is_whole else records[:SAMPLE_ROWS]
-    counts = _count(source, sample, encoder, regenerate, seen, source.max_rows if is_whole else 0)
+    is_counted = len(records) <= COUNT_ROWS
+    sample = records if is_counted else records[:SAMPLE_ROWS]
+    counts = _count(source, sample, encoder, regenerate, seen, source.max_rows if is_counted else 0)
     name = source_name(source)
     found = counts.survey(name, "counted")
     is_limit_reached = source.max_rows and counts.kept >= source.max_rows
-    # prepare counts all rows: of a sample this much is certain only if nothing in it can be used.
-    limit = cfg.max_dropped_share if is_whole else max(cfg.max_dropped_share, 1 - 1 / len(sample))
+    # prepare applies the limit to all rows, so a sample proves too little unless none of its rows can be used.
+    limit = cfg.max_dropped_share if is_counted else max(cfg.max_dropped_share, 1 - 1 / len(sample))
     if found.dropped_share > limit and not is_limit_reached:
         raise ValueError(
             f"{redact(source_path(source))}: {counts.read - counts.kept} of the first {counts.read} rows "
-            f"cannot be used, more than data.max_dropped_share = {cfg.max_dropped_share}; mend the source, "
+            f"cannot be used, more than data.max_dropped_share = {cfg.max_dropped_share}; correct the source, "
             "raise data.max_prompt_tokens, or raise the share"
         )
-    if is_whole or not counts.kept:
+    if is_counted or not counts.kept:
         return found
     total = _count_rows(source, records)
     usable = (total or len(records)) * counts.kept / len(sample)
@@ -119,7 +116,7 @@ def _count(
     seen: set[str],
     max_rows: int,
 ) -> _Counts:
-    """Encode records as prepare will, until `max_rows` are kept (0: all); `seen` has the rows kept so far."""
+    """Encode records as prepare does until `max_rows` are kept (0: all), and add the kept ids to `seen`."""
     waits = regenerate and source.regenerate
     task = Task(source_name(source), source.preset, source.thinking, "script" if waits else "answers")
     counts = _Counts()
@@ -140,7 +137,7 @@ def _count(
 
 
 def _count_rows(source: SourceConfig, records: Sequence[Record]) -> int:
-    """Rows of a source by footers, bytes or the hub's own count; 0 where none of these is known."""
+    """Number of rows from Parquet footers, file sizes or the hub's metadata; 0 if unknown."""
     if parts := hub_parts(source_path(source)):
         return _hub_rows(*parts, source.revision)
     filesystem, files = source_files(source)

@@ -1,4 +1,4 @@
-"""Rows and tokens of a run, put together from what a survey found of each source."""
+"""The workload of a run, rows and tokens, from the surveys of its sources."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,17 +6,17 @@ from math import ceil
 
 from eagle3.config.run import RunSettings
 
-# The length of an answer that the target will write is unknown; this share of its limit is expected.
+# Expected length of the target's answers, as a share of max_new_tokens. Not measured.
 ANSWER_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class SourceSurvey:
-    """What one source contributes: kept rows, their tokens and supervised tokens.
+    """Kept rows of one source, their tokens and their supervised tokens.
 
-    basis: how it is known: counted, estimated, or at_least where the number of rows is unknown. answers: to
-    be written by the target, 0 where rows keep their own; such a row ends before its first answer.
-    tool_tasks: rows that need an answer and offer tools. dropped_share: of the rows that were read.
+    basis: "counted", "estimated", or "at_least" if the number of rows is unknown. answers: number of answers
+    that the target has to write; a row that waits for them ends before its first answer. tool_tasks: rows that
+    wait and have tools. dropped_share: share of the rows read.
     """
 
     name: str
@@ -31,10 +31,10 @@ class SourceSurvey:
 
 @dataclass(frozen=True)
 class Workload:
-    """Rows and tokens of a run: expected ones, and the most there can be.
+    """Rows and tokens of a run, as expected and at most.
 
-    prompt_tokens: read before the answers that the target will write; 0 without regeneration. tokens,
-    supervised: of the finished rows. max_tokens, max_supervised: the same with every answer at its longest.
+    waiting_rows: rows that the target has to answer; prompt_tokens: their tokens; new_tokens: the answers'.
+    tokens and supervised include the answers at expected length, max_tokens and max_supervised at full length.
     """
 
     rows: int
@@ -51,8 +51,7 @@ class Workload:
 def workload(cfg: RunSettings, surveys: Sequence[SourceSurvey]) -> Workload:
     """Mix the sources as prepare does, and add the answers that the target will write.
 
-    Args:
-        surveys: of the prompts, if there are any, then of data.sources.
+    `surveys` holds that of the prompts, if there are any, then those of data.sources.
     """
     weights = [source.weight for source in cfg.data.sources]
     weights = [0.0] * (len(surveys) - len(weights)) + weights
@@ -60,7 +59,7 @@ def workload(cfg: RunSettings, surveys: Sequence[SourceSurvey]) -> Workload:
     rows = [round(s.rows * share) for s, share in sources]
     tasks = [round(s.tool_tasks * share) for s, share in sources]
     chats = [n - t for n, t in zip(rows, tasks, strict=True)]
-    # Tool tasks fill shards of their own; without weights every source does, too.
+    # Tool tasks have their own shards. Without weights each source has its own, too.
     groups = [sum(chats), sum(tasks)] if any(weights) else chats + tasks
     tokens = round(sum(s.tokens * share for s, share in sources))
     supervised = round(sum(s.supervised * share for s, share in sources))
@@ -80,7 +79,7 @@ def workload(cfg: RunSettings, surveys: Sequence[SourceSurvey]) -> Workload:
 
 
 def _taken_shares(surveys: Sequence[SourceSurvey], weights: Sequence[float]) -> list[float]:
-    """Share of each source's rows that is taken: all, or by weight until the first source is used up."""
+    """Share of each source's rows to take: all, or by weight until the first source is exhausted."""
     if not any(weights):
         return [1.0] * len(surveys)
     mixed = min(s.rows / weight for s, weight in zip(surveys, weights, strict=True))

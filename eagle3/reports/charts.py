@@ -1,13 +1,13 @@
-"""Line and bar charts as inline SVG, from plain numbers; the page's CSS colours text and grid."""
+"""Line and bar charts as inline SVG; the page's CSS colours text and grid."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 48, 12, 10, 34
-# A curve has at most this many points, so that a page stays small; neighbours are averaged.
+# Points of a curve; longer curves are averaged to keep a page small.
 MAX_POINTS = 300
 
 Point = tuple[float, float]
@@ -18,23 +18,19 @@ def metric_curves(metrics: Sequence[dict[str, Any]], names: Mapping[str, str]) -
 
     Args:
         metrics: lines of metrics.jsonl in order; keys may be missing.
-        names: key in a line -> name of its curve; a list of numbers makes a curve for each, with its index in
-            the name.
+        names: metric -> name of its curve; a list of numbers makes a curve for each index.
     """
     curves: dict[str, list[Point]] = {}
     for line in metrics:
-        for curve, value in _named_numbers(line, names):
-            curves.setdefault(curve, []).append((float(line["step"]), float(value)))
+        step = float(line["step"])
+        for key, name in names.items():
+            value = line.get(key)
+            if isinstance(value, list):
+                for i, v in enumerate(value):
+                    curves.setdefault(f"{name} {i}", []).append((step, float(v)))
+            elif value is not None:
+                curves.setdefault(name, []).append((step, float(value)))
     return curves
-
-
-def _named_numbers(line: dict[str, Any], names: Mapping[str, str]) -> Iterator[tuple[str, float]]:
-    for key, name in names.items():
-        value = line.get(key)
-        if isinstance(value, list):
-            yield from ((f"{name} {i}", v) for i, v in enumerate(value))
-        elif value is not None:
-            yield name, value
 
 
 def line_chart(
@@ -47,9 +43,9 @@ def line_chart(
     """Draw curves over a common x axis.
 
     Args:
-        title: heading, plain text.
+        title: plain text.
         series: name -> (x, y) in ascending x; points that are not finite are skipped.
-        x_label: what x counts.
+        x_label: unit of x.
         ticks: (x, label) on the x axis, for scales that are not linear; by default round numbers.
         marks: (x, label) of vertical lines.
     """
@@ -59,9 +55,9 @@ def line_chart(
         return _figure(title, [], '<p class="none">nothing was recorded</p>')
     xs = [x for points in curves.values() for x, _ in points]
     ys = [y for points in curves.values() for _, y in points]
-    y_ticks = nice_ticks(min(ys), max(ys))
-    x_ticks = ticks or [(tick, number(tick)) for tick in nice_ticks(min(xs), max(xs))]
     x_range = (min(xs), max(max(xs), min(xs) + 1))
+    x_ticks = ticks or [(tick, number(tick)) for tick in nice_ticks(min(xs), max(xs))]
+    y_ticks = nice_ticks(min(ys), max(ys))
     y_range = (y_ticks[0], y_ticks[-1])
     parts = [_grid(y_ticks, y_range)]
     for tick, label in x_ticks:
@@ -83,7 +79,7 @@ def line_chart(
 
 
 def bar_chart(title: str, groups: Sequence[str], series: Mapping[str, Sequence[float]]) -> str:
-    """Draw shares between 0 and 1: in each group one bar a series, with its value above it."""
+    """Draw shares between 0 and 1: one bar for each series in each group, with its value above it."""
     y_range = (0.0, 1.0)
     colours = palette(len(series))
     parts = [_grid([0.0, 0.25, 0.5, 0.75, 1.0], y_range)]
@@ -107,7 +103,7 @@ def bar_chart(title: str, groups: Sequence[str], series: Mapping[str, Sequence[f
 
 
 def thin(points: list[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """Average runs of neighbours of one length (the last may be shorter) to at most `limit` points."""
+    """Average neighbouring points so that at most `limit` are left."""
     size = -(-len(points) // limit)
     if size <= 1:
         return points
@@ -116,17 +112,18 @@ def thin(points: list[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Choose up to eight round numbers that enclose low … high."""
+    """Choose up to eight round numbers that enclose the range."""
     span = (high - low) or abs(high) or 1.0
     raw = span / 5
     power: float = 10 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     return [i * step for i in range(first, max(last, first + 1) + 1)]
 
 
 def number(value: float) -> str:
-    """Format a number: 0.25, 12, 3,000."""
+    """Format a number, such as 0.25, 12 or 3,000."""
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
@@ -156,9 +153,8 @@ def _grid(ticks: list[float], limits: Point) -> str:
 def _mark(x: float, label: str) -> str:
     is_right = x > (LEFT + WIDTH - RIGHT) / 2
     line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" class="mark"/>'
-    return line + _text(
-        x - 5 if is_right else x + 5, HEIGHT - BOTTOM - 8, label, "end" if is_right else "start"
-    )
+    label_x = x - 5 if is_right else x + 5
+    return line + _text(label_x, HEIGHT - BOTTOM - 8, label, "end" if is_right else "start")
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:
@@ -166,9 +162,8 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def _svg(title: str, parts: list[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
-    )
+    size = f"0 0 {WIDTH} {HEIGHT}"
+    return f'<svg viewBox="{size}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
 
 
 def _figure(title: str, legend: list[tuple[str, str]], content: str) -> str:

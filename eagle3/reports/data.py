@@ -1,4 +1,4 @@
-"""The data report: rows of every source and answers of the target, as counts and as a page."""
+"""The data report: statistics of every source and of the target's answers, as an HTML page."""
 
 import math
 from collections import Counter
@@ -28,43 +28,41 @@ SOURCE_HEAD = (
 
 
 def answer_statistics(outcomes: dict[str, int]) -> dict[str, Any]:
-    """Count what happened to the user turns that the target was asked to answer.
+    """Statistics of the user turns that the target was asked to answer; empty if there are none.
 
     Args:
-        outcomes: of all shards (eagle3/regenerate/generator.py); empty if the rows kept their own answers.
+        outcomes: outcome counts of all shards (eagle3/regenerate/generator.py).
 
     Returns:
-        JSON-ready: conversations; user turns requested = answered + failed + skipped (after one that failed);
-        failed_by_reason; answers at_length_limit and their share_at_length_limit of the user turns;
-        tool_calls. Empty if nothing was asked.
+        JSON-ready; requested = answered + failed + skipped, where a turn after a failed one is skipped.
+        share_at_length_limit is of the requested turns.
     """
     if not outcomes.get("requested"):
         return {}
     names = ("conversations", "requested", "answered", "failed", "skipped", "at_length_limit", "tool_calls")
     statistics: dict[str, Any] = {name: outcomes.get(name, 0) for name in names}
-    reasons = {
-        name.removeprefix("failed: "): n for name, n in outcomes.items() if name.startswith("failed: ")
-    }
+    failed = "failed: "
+    reasons = {name.removeprefix(failed): n for name, n in outcomes.items() if name.startswith(failed)}
     statistics["failed_by_reason"] = dict(sorted(reasons.items()))
     statistics["share_at_length_limit"] = statistics["at_length_limit"] / statistics["requested"]
     return statistics
 
 
 def is_limit_low(answers: dict[str, Any]) -> bool:
-    """Whether so many answers end at the length limit that the draft would not learn how answers end."""
+    """Whether too many answers are cut at the length limit: the draft would not learn how answers end."""
     return bool(answers) and answers["share_at_length_limit"] > WARN_AT_LIMIT
 
 
 def render_report(report: dict[str, Any]) -> str:
-    """A run's data as an HTML document.
+    """Render the data report of a run.
 
     Args:
-        report: as prepare writes it (eagle3/data/prepare.py); if known also rows {source: statistics of the
-            rows to train on}, with samples of these rows, and vocab (both eagle3/data/describe.py),
-            vocab_note and answers (answer_statistics).
+        report: as prepare writes it (eagle3/data/prepare.py). It may also have `rows` (source -> statistics of
+            the rows to train on), their `samples`, `vocab` (eagle3/data/describe.py), `vocab_note` and
+            `answers` (answer_statistics).
     """
     rows = rows_by_source(report)
-    # A run that starts from shards has rows, but does not know the sources that they came from.
+    # A run that starts from shards has rows, but no statistics of their sources.
     unknown = SourceTally().statistics()
     sources: dict[str, dict[str, Any]] = {name: report["sources"].get(name, unknown) for name in rows}
     every = sources | ({"held out": report["heldout"]} if report["heldout"] else {})
@@ -82,7 +80,7 @@ def render_report(report: dict[str, Any]) -> str:
 
 
 def rows_by_source(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Statistics of each source's token rows: of the answered ones once the target has answered."""
+    """Statistics of each source's token rows, with the target's answers if it has answered."""
     if "rows" in report:
         nothing = {"rows": 0, "tokens": 0, "supervised_tokens": 0, "lengths": []}
         return {name: report["rows"].get(name, nothing) for name in report["sources"] | report["rows"]}
@@ -132,16 +130,12 @@ def _answers(answers: dict[str, Any]) -> str:
     requested = answers["requested"]
     without = answers["failed"] + answers["skipped"]
     is_low = is_limit_low(answers)
-    at_limit = f"ended at the length limit: {answers['at_length_limit']:,}"
-    if is_low:
-        at_limit += "; raise regenerate.max_new_tokens"
+    remedy = "; raise regenerate.max_new_tokens" if is_low else ""
+    at_limit = f"ended at the length limit: {answers['at_length_limit']:,}{remedy}"
+    failed_class = "bad" if without > answers["answered"] else ""
     tiles = [
         (f"{answers['answered']:,}", f"of {requested:,} user turns answered", ""),
-        (
-            f"{without:,}",
-            "failed, or skipped after one that failed",
-            "bad" if without > answers["answered"] else "",
-        ),
+        (f"{without:,}", "failed, or skipped after a failed one", failed_class),
         (f"{answers['share_at_length_limit']:.1%}", at_limit, "bad" if is_low else ""),
         (f"{answers['tool_calls']:,}", "tool calls", ""),
         (f"{answers['conversations']:,}", "conversations", ""),
@@ -155,11 +149,8 @@ def _answers(answers: dict[str, Any]) -> str:
 
 def _vocabulary(report: dict[str, Any]) -> str:
     notes = [report["vocab_note"]] if report.get("vocab_note") else []
-    waiting = [
-        name
-        for name, source in report["sources"].items()
-        if source["rows_kept"] and not source["supervised_tokens"]
-    ]
+    sources = report["sources"].items()
+    waiting = [name for name, s in sources if s["rows_kept"] and not s["supervised_tokens"]]
     if waiting and "rows" not in report:
         notes.append(f"{', '.join(waiting)}: the coverage is known when the target has answered.")
     content = "".join(f"<p class='soft'>{escape(note)}</p>" for note in notes)
@@ -195,9 +186,8 @@ def _dropped(every: dict[str, dict[str, Any]]) -> str:
 
 def _charts(sources: dict[str, dict[str, Any]], rows: dict[str, dict[str, Any]]) -> str:
     names = list(sources)[:MAX_CHART_SOURCES]
-    note = ""
-    if len(sources) > len(names):
-        note = f"<p class='soft'>the first {MAX_CHART_SOURCES} of {len(sources)} sources</p>"
+    is_cut = len(sources) > len(names)
+    note = f"<p class='soft'>the first {len(names)} of {len(sources)} sources</p>" if is_cut else ""
     lengths = {name: Counter(dict(rows[name]["lengths"])) for name in names}
     turns: dict[str, Counter[int]] = {name: Counter() for name in names}
     for name in names:

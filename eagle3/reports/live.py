@@ -1,4 +1,4 @@
-"""HTML for live Decks: the curves of a training run, and the progress of an engine's jobs."""
+"""HTML of live Decks: curves of a training run, progress of engine jobs."""
 
 from dataclasses import replace
 from html import escape
@@ -9,9 +9,9 @@ from eagle3.engine.progress import Progress, duration_text
 from eagle3.reports.charts import line_chart, metric_curves
 from eagle3.reports.parts import STYLE, section, tiles_row
 
-# The last sample of a job may follow the one before within milliseconds: a rate between them means nothing.
+# A job's last sample may come milliseconds after the one before it; a rate over less time is noise.
 MIN_INTERVAL_S = 1.0
-# Chart title -> metrics that it draws: key in a metrics line, name of the curve.
+# Chart title -> key in a metrics line -> name of its curve.
 CHARTS: dict[str, dict[str, str]] = {
     "Loss": {"loss": "all steps"},
     "Loss by TTT step": {"loss_by_step": "step"},
@@ -33,11 +33,7 @@ CHARTS: dict[str, dict[str, str]] = {
 
 
 def render_live(metrics: list[dict[str, Any]]) -> str:
-    """Render charts of a training run; curves are thinned, so that the page stays far below 1 MB.
-
-    Args:
-        metrics: lines of metrics.jsonl in order; keys may be missing.
-    """
+    """Render charts of a training run from the lines of metrics.jsonl; the page stays below 1 MB."""
     lines = [
         line | {"memory_gib": line["memory_bytes"] / (1 << 30)} if line.get("memory_bytes") else line
         for line in metrics
@@ -65,14 +61,13 @@ def _headline(metrics: list[dict[str, Any]]) -> str:
 def render_jobs(
     title: str, jobs: dict[str, list[Progress]], statistics: dict[str, str], note: str = ""
 ) -> str:
-    """Render the progress of jobs, and their results when all are done; curves are thinned, as for training.
+    """Render the progress of jobs, and their statistics when all are done.
 
     Args:
-        title: stage and shard, plain text.
-        jobs: label -> samples of the job's progress, oldest first, some seconds apart; none while its engine
-            starts.
-        statistics: name -> number, when all is done; plain text.
-        note: a sentence under these, plain text.
+        title: stage and shard.
+        jobs: label -> progress samples, oldest first; empty while the engine starts.
+        statistics: name -> number; empty until all jobs are done.
+        note: a sentence below the statistics.
     """
     state = "done" if statistics else "under way" if any(jobs.values()) else "the engine starts"
     result = tiles_row([(number, name, "") for name, number in statistics.items()]) if statistics else ""

@@ -1,6 +1,7 @@
-"""Parts of all report pages: style, document, tiles, tables, sample rows with their loss mask.
+"""HTML parts of all reports: document, tiles, tables, sample rows with their loss mask.
 
-A page is one HTML file without scripts or references to other files, for light and dark mode.
+A page is one HTML file without scripts or links, for light and dark mode. All text is escaped here, except
+arguments named `content`, which are HTML.
 """
 
 from collections.abc import Iterable
@@ -8,7 +9,7 @@ from html import escape
 from typing import Any
 
 MAX_SAMPLES = 8
-# Characters of one sample; with MAX_SAMPLES it keeps a page below 1 MB, escapes included.
+# Characters of one sample; MAX_SAMPLES of them stay below 1 MB, escapes included.
 MAX_SAMPLE_CHARS = 6000
 
 STYLE = """
@@ -40,7 +41,7 @@ STYLE = """
 
 
 def document(title: str, content: str) -> str:
-    """A whole HTML document around finished sections."""
+    """A complete HTML document."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
@@ -50,12 +51,12 @@ def document(title: str, content: str) -> str:
 
 
 def section(title: str, content: str) -> str:
-    """A heading over finished HTML; empty if that is empty."""
+    """A section with a heading; empty if the content is empty."""
     return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
 
 
 def tiles_row(tiles: list[tuple[str, str, str]]) -> str:
-    """Large numbers: (number, what it counts, class: good, bad or empty)."""
+    """Large numbers, each as (number, label, CSS class: good, bad or empty)."""
     boxes = "".join(
         f'<div class="tile"><b class="{kind}">{escape(number)}</b><span>{escape(text)}</span></div>'
         for number, text, kind in tiles
@@ -64,7 +65,7 @@ def tiles_row(tiles: list[tuple[str, str, str]]) -> str:
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], numbers: tuple[int, ...] = (1,)) -> str:
-    """A table of text; the columns `numbers` (from 0) are right-aligned."""
+    """A table; the columns in `numbers`, counted from 0, are right-aligned."""
 
     def line(cells: tuple[str, ...], tag: str) -> str:
         kinds = [' class="n"' if i in numbers else "" for i in range(len(cells))]
@@ -76,7 +77,8 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], numbers: tuple
 
 
 def samples_list(samples: list[dict[str, Any]]) -> str:
-    """Rows as text with their mask in colour: sample_id, spans [[text, supervised], …], source if known."""
+    """Rows as text with the loss mask in colour; a sample has sample_id, spans [[text, supervised], …] and
+    perhaps source."""
     if not samples:
         return ""
     rows = [_sample(sample, is_open=i == 0) for i, sample in enumerate(samples[:MAX_SAMPLES])]

@@ -1,7 +1,4 @@
-"""The report of a run: acceptance, curves, stages, sample rows with their loss mask, and serve commands.
-
-All text from data is escaped.
-"""
+"""The report of a run: acceptance, curves, stages, sample rows with their loss mask, and serve commands."""
 
 from html import escape
 from typing import Any
@@ -10,28 +7,22 @@ from eagle3.reports.charts import bar_chart, line_chart, metric_curves
 from eagle3.reports.parts import document, samples_list, section, table, tiles_row
 
 SERVE_NOTE = (
-    "This serves on this machine only. To serve others, give another --host, and a key in VLLM_API_KEY or "
-    "--api-key."
+    "The server accepts connections from this machine only. To serve others, set --host, and a key in "
+    "VLLM_API_KEY or --api-key."
 )
 
 
 def render_html(
     summary: dict[str, Any], training_metrics: list[dict[str, Any]], samples: list[dict[str, Any]]
 ) -> str:
-    """Render the page.
+    """Render the report as one HTML document below 1 MB.
 
     Args:
-        summary: acceptance_length, acceptance_by_position, trainer_acceptance_length, outputs_identical
-            (bool), tokens_per_s {with_draft, without_draft}; if known also run_name, target_dir, export_dir,
-            trainer_acceptance_by_position, differing_prompts (ids), num_speculative_tokens, max_new_tokens,
-            dtype, concurrency, prompts {train, heldout}, stages [{name, seconds, runs, cached}], serve
-            {title: command}.
-        training_metrics: lines of metrics.jsonl, one an optimizer step: step, loss_by_step and
-            accuracy_by_step (one number a TTT step), sometimes validation_acceptance_length.
-        samples: sample_id, spans [[text, supervised], …] in order; if known source.
-
-    Returns:
-        A whole HTML document, below 1 MB.
+        summary: as summarize_run writes it; these keys may be missing: run_name, target_dir, export_dir,
+            trainer_acceptance_by_position, differing_prompts, num_speculative_tokens, max_new_tokens, dtype,
+            concurrency, prompts, stages, serve.
+        training_metrics: lines of metrics.jsonl, one for each optimizer step.
+        samples: rows for `samples_list`.
     """
     title = f"EAGLE-3 draft {summary.get('run_name', '')}".strip()
     sections = [
@@ -46,8 +37,12 @@ def render_html(
 
 
 def _serve(lines: dict[str, str]) -> str:
-    commands = "".join(_command(title, line) for title, line in lines.items())
-    return f"<p class='soft'>{SERVE_NOTE}</p>{commands}" if commands else ""
+    if not lines:
+        return ""
+    commands = [
+        f"<p class='soft'>{escape(title)}</p><pre>{escape(command)}</pre>" for title, command in lines.items()
+    ]
+    return f"<p class='soft'>{SERVE_NOTE}</p>{''.join(commands)}"
 
 
 def _header(title: str, summary: dict[str, Any]) -> str:
@@ -55,16 +50,12 @@ def _header(title: str, summary: dict[str, Any]) -> str:
     prompts = summary.get("prompts")
     ratio = speed["with_draft"] / speed["without_draft"] if speed["without_draft"] else 0.0
     same = summary["outputs_identical"]
-    differing = len(summary.get("differing_prompts", []))
+    differing = "" if same else f": {len(summary.get('differing_prompts', []))} differ"
     tiles = [
         (f"{summary['acceptance_length']:.3f}", "acceptance length, by the engine", ""),
         (f"{summary['trainer_acceptance_length']:.3f}", "acceptance length, by the trainer", ""),
         (f"{ratio:.2f}×", "times the tokens/s without the draft", "good" if ratio > 1 else ""),
-        (
-            "yes" if same else "no",
-            "same text with and without" + ("" if same else f": {differing} differ"),
-            "good" if same else "bad",
-        ),
+        ("yes" if same else "no", f"same text with and without{differing}", "good" if same else "bad"),
     ]
     if isinstance(prompts, dict):
         tiles.append((f"{prompts['train']:,} + {prompts['heldout']:,}", "prompts: training + held out", ""))
@@ -77,13 +68,14 @@ def _header(title: str, summary: dict[str, Any]) -> str:
 
 
 def _charts(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
-    curves = {
+    names_by_title = {
         "Loss by TTT step": {"loss_by_step": "step"},
         "Accuracy by TTT step": {"accuracy_by_step": "step"},
         "Acceptance length on validation rows": {"validation_acceptance_length": "validation"},
     }
     charts = [
-        line_chart(title, metric_curves(metrics, names), "optimizer step") for title, names in curves.items()
+        line_chart(title, metric_curves(metrics, names), "optimizer step")
+        for title, names in names_by_title.items()
     ]
     return f'<div class="charts">{"".join(charts)}{_positions(summary)}</div>'
 
@@ -108,10 +100,8 @@ def _speed(summary: dict[str, Any]) -> str:
         "dtype": "{}",
         "concurrency": "sequences in flight: {}",
     }
-    settings = ", ".join(
-        ["greedy", *(text.format(summary[key]) for key, text in texts.items() if key in summary)]
-    )
-    return table(("", "tokens/s"), rows) + f"<p class='soft'>{escape(settings)}</p>"
+    settings = ["greedy", *(text.format(summary[key]) for key, text in texts.items() if key in summary)]
+    return table(("", "tokens/s"), rows) + f"<p class='soft'>{escape(', '.join(settings))}</p>"
 
 
 def _stages(stages: list[dict[str, Any]]) -> str:
@@ -122,7 +112,3 @@ def _stages(stages: list[dict[str, Any]]) -> str:
         ]
         rows.append((stage["name"], f"{stage['seconds']:,.1f}", ", ".join(done) or "skipped"))
     return table(("stage", "seconds", "made or cached"), rows) if rows else ""
-
-
-def _command(title: str, command: str) -> str:
-    return f"<p class='soft'>{escape(title)}</p><pre>{escape(command)}</pre>"

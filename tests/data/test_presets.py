@@ -181,9 +181,7 @@ def test_every_preset_is_on_the_hub_or_asks_for_a_path() -> None:
     assert set(PRESETS) == set(get_args(PresetName)) - {""}
     for name, preset in PRESETS.items():
         if name in PRESETS_WITHOUT_HUB:
-            with pytest.raises(
-                ValueError, match=f"preset {name} is no data set that the hub loads; set path"
-            ):
+            with pytest.raises(ValueError, match=f"the hub cannot load preset {name}; set path"):
                 SourceConfig(preset=name)  # type: ignore[arg-type]
             continue
         assert hub_parts(preset.path)
