@@ -142,7 +142,7 @@ class PromoteConfig(StageConfig):
         description="tokens of acceptance length that a new draft may lose and still be promoted",
     )
     identical_text: bool = Field(
-        default=True, description="refuse a draft with which the greedy text of any held-out prompt differs"
+        default=True, description="refuse a draft that changes the greedy text of any held-out prompt"
     )
     warm_start: bool = Field(
         default=True,

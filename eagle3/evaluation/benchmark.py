@@ -167,7 +167,7 @@ def _predict_acceptance(
 
 
 def _capture_answers(job: Job, rows: list[TokenRow], texts: list[list[int]], scratch: str) -> str:
-    """Capture hidden states of every prompt and text without loss into a directory in `scratch`."""
+    """Capture exact hidden states of every prompt and text into `scratch`; returns their directory."""
     answered = []
     for row, text in zip(rows, texts, strict=True):
         mask = [False] * len(row.token_ids) + [True] * len(text)
