@@ -102,8 +102,8 @@ def encode_rows(
         loss_mask: list[bool] = []
         reason = ""
         for i, piece in enumerate(pieces):
-            ids, num_answer, is_apart = _piece_tokens(encoded, next(index), anchor if i else "", piece)
-            reason = reason if is_apart else "merged_pieces"
+            ids, num_answer, is_merged = _piece_tokens(encoded, next(index), anchor if i else "", piece)
+            reason = "merged_pieces" if is_merged else reason
             token_ids += ids
             loss_mask += [True] * num_answer + [False] * (len(ids) - num_answer)
         end = _end_of_row(loss_mask, max_tokens)
@@ -117,24 +117,24 @@ def encode_rows(
 def _piece_tokens(
     encoded: "BatchEncoding", index: int, anchor: str, piece: Piece
 ) -> tuple[list[int], int, bool]:
-    """Token ids of a piece, the number of answer tokens at its start, and False if tokens were merged.
+    """Token ids of a piece, the number of answer tokens at its start, and True if a token crosses a border.
 
     Text 0 is the anchor alone; text `index` is the anchor (empty in a row's first piece) and the piece.
     """
     ids = encoded["input_ids"][index]
     num_answer = len(ids)
-    is_apart = True
+    is_merged = False
     if piece.num_answer < len(piece.text):
-        # An answer ends with a control token, so no token goes beyond it.
+        # An answer ends with a control token, so the next text cannot be part of its last token.
         last = encoded.char_to_token(index, len(anchor) + piece.num_answer - 1) if piece.num_answer else -1
         num_answer = (last or 0) + 1
-        is_apart = last is not None
+        is_merged = last is None
     if anchor:
         anchor_ids = encoded["input_ids"][0]
-        is_apart = is_apart and ids[: len(anchor_ids)] == anchor_ids
+        is_merged = is_merged or ids[: len(anchor_ids)] != anchor_ids
         ids = ids[len(anchor_ids) :]
         num_answer = max(num_answer - len(anchor_ids), 0)
-    return ids, num_answer, is_apart
+    return ids, num_answer, is_merged
 
 
 def text_spans(

@@ -27,7 +27,7 @@ TURN_KEYS = ("messages", "conversations", "conversation")
 PROMPT_KEYS = ("prompt", "instruction", "question", "query", "problem", "input")
 RESPONSE_KEYS = ("response", "completion", "output", "solution", "answer")
 SYSTEM_KEYS = ("system", "system_prompt")
-THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 class Message(TypedDict, total=False):
@@ -159,8 +159,8 @@ def _read_turn(turn: Any, where: str) -> list[Message]:
         return []
     message = Message(role=role, content=text)
     if role == "assistant":
-        thoughts = next((turn[k] for k in THOUGHT_KEYS if turn.get(k)), None)
-        reasoning = _read_text(thoughts, f"reasoning of {where}")
+        value = next((turn[k] for k in REASONING_KEYS if turn.get(k)), None)
+        reasoning = _read_text(value, f"reasoning of {where}")
         if reasoning.strip():
             message["reasoning_content"] = reasoning
         if calls:

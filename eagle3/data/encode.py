@@ -69,6 +69,11 @@ class Outcome:
     has_tool_calls: bool = False
     format: str = ""
 
+    @property
+    def keys(self) -> set[str]:
+        """Keys of the first user text and of each row's tokens: training must not have them if held out."""
+        return {self.opening, *(tokens_key(row.token_ids) for row in self.rows)} - {""}
+
     def dropped(self, reason: str, message: str) -> "Outcome":
         return replace(self, rows=[], reason=reason, message=message)
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from eagle3.config.data import DataConfig, SourceConfig
 from eagle3.data.chat import load_chat_tokenizer, sample_of
-from eagle3.data.encode import Outcome, RowEncoder, Task, tokens_key
+from eagle3.data.encode import Outcome, RowEncoder, Task
 from eagle3.data.pool import EncoderPool
 from eagle3.data.sources import read_source, source_name, source_path
 from eagle3.data.tally import SourceTally, total_statistics
@@ -175,14 +175,13 @@ def _read_heldout(
 
 def _collect_keys(outcomes: Iterator[Outcome], keys: set[str]) -> Iterator[Outcome]:
     for outcome in outcomes:
-        keys.update([outcome.opening] if outcome.opening else [])
-        keys.update(tokens_key(row.token_ids) for row in outcome.rows)
+        keys |= outcome.keys
         yield outcome
 
 
 def _training_rows(
     pool: EncoderPool, names: list[str], tallies: list[SourceTally], cfg: DataConfig, regenerate: bool
-) -> Iterator[Iterator[TokenRow]]:
+) -> list[Iterator[TokenRow]]:
     """One stream of kept rows for each source, or one for all with weights; fills the tallies."""
     seen: set[str] = set()
     streams = []
@@ -193,7 +192,7 @@ def _training_rows(
         outcomes = pool.encode(read_source(source), task)
         streams.append(_kept_rows(outcomes, tally, seen, source.max_rows))
     weights = [source.weight for source in cfg.sources]
-    return iter([_mix(streams, weights, cfg.seed)] if any(weights) else streams)
+    return [_mix(streams, weights, cfg.seed)] if any(weights) else streams
 
 
 def _kept_rows(
@@ -231,10 +230,10 @@ def check_sources(sources: Sequence[SourceConfig]) -> list[str]:
     if repeated:
         rule = f"every source needs a name of its own, got {', '.join(repeated)} twice"
         raise ValueError(f"{rule}; set `name` in data.sources")
-    without = [name for name, source in zip(names, sources, strict=True) if not source.weight]
-    if without and len(without) < len(names):
+    unweighted = [name for name, source in zip(names, sources, strict=True) if not source.weight]
+    if unweighted and len(unweighted) < len(names):
         rule = "either all sources must have a weight above 0, or none"
-        raise ValueError(f"{rule}, got none for {', '.join(without)}; add it")
+        raise ValueError(f"{rule}, got none for {', '.join(unweighted)}; add it")
     return names
 
 

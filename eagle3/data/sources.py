@@ -59,7 +59,7 @@ def hub_parts(path: str) -> tuple[str, str, str] | None:
     if not match:
         raise ValueError(
             f"source {path}: no such file or directory, and not a hub data set; give a path, a URL or "
-            "name[:subset]:split (pods see no files but URLs and the code's)"
+            "name[:subset]:split (a pod has no files of your machine but the shipped code)"
         )
     return match[1], match[2] or "", match[3]
 

@@ -12,7 +12,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from eagle3.data.conversations import THOUGHT_KEYS, BadRow, Conversation
+from eagle3.data.conversations import REASONING_KEYS, BadRow, Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TODAY = datetime(2025, 1, 1)  # templates that write the date must not change digests
 SWITCHES = ("enable_thinking", "thinking")
 PROBED_ANSWER = "Probed answer."
-PROBED_THOUGHTS = "Probed thoughts."
+PROBED_REASONING = "Probed reasoning."
 
 
 class Piece(NamedTuple):
@@ -54,7 +54,7 @@ class ChatTemplate:
     """A template and the properties that probe renderings show.
 
     control: matches control tokens. closes: the template writes a text after every conversation.
-    empty_thoughts: the template writes it before an answer without reasoning; the model does not.
+    empty_reasoning: the template writes it before an answer without reasoning; the model does not.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", thinking: bool | None) -> None:
@@ -68,8 +68,8 @@ class ChatTemplate:
         self.control = re.compile("|".join(longest_first) or "(?!)")
         question = self._try_render(["user"], prompt=False)
         self.closes = not self._try_render(["user"], prompt=True).startswith(question)
-        self.empty_thoughts = ""  # while it is looked for
-        self.empty_thoughts = self._find_empty_thoughts()
+        self.empty_reasoning = ""  # while it is looked for
+        self.empty_reasoning = self._find_empty_reasoning()
 
     def rows(self, conversation: Conversation) -> list[list[Piece]]:
         """The conversation up to its last answer; a new row begins where the template changes earlier turns."""
@@ -102,8 +102,8 @@ class ChatTemplate:
         prompt = self._render(messages[:index], tools, prompt=True)
         text = self._render(messages[: index + 1], tools, prompt=False)
         begin = len(prompt)
-        if "thinking" not in messages[index] and text.startswith(self.empty_thoughts, begin):
-            begin += len(self.empty_thoughts)
+        if "thinking" not in messages[index] and text.startswith(self.empty_reasoning, begin):
+            begin += len(self.empty_reasoning)
         _check_calls(messages[index], text[begin:])
         tokens = list(self.control.finditer(text, begin))
         is_ended = bool(tokens) and tokens[-1].start() > begin and not text[tokens[-1].end() :].strip()
@@ -113,17 +113,17 @@ class ChatTemplate:
             raise BadRow("answer_not_cut", f"{found} {rule}; enable regeneration or remove the row")
         return Answer(text, begin, tokens[-1].end())
 
-    def _find_empty_thoughts(self) -> str:
+    def _find_empty_reasoning(self) -> str:
         """The text that the template writes around reasoning, if it writes the same text without reasoning."""
         question = {"role": "user", "content": "x"}
         answer = {"role": "assistant", "content": PROBED_ANSWER}
-        thoughtful = answer | dict.fromkeys(THOUGHT_KEYS, PROBED_THOUGHTS)
+        reasoned = answer | dict.fromkeys(REASONING_KEYS, PROBED_REASONING)
         try:
             found = self._answer([question, answer], None, 1)
-            text = self._render([question, thoughtful], None, prompt=False)
+            text = self._render([question, reasoned], None, prompt=False)
         except BadRow:
             return ""
-        if PROBED_THOUGHTS not in text or text.replace(PROBED_THOUGHTS, "") != found.text:
+        if PROBED_REASONING not in text or text.replace(PROBED_REASONING, "") != found.text:
             return ""
         return found.text[found.begin :].partition(PROBED_ANSWER)[0]
 
@@ -136,9 +136,9 @@ class ChatTemplate:
         messages = []
         for message in conversation.messages:
             written = {key: value for key, value in message.items() if key != "reasoning_content"}
-            thoughts = message.get("reasoning_content")
-            if thoughts and self.thinking is not False:
-                written |= dict.fromkeys(THOUGHT_KEYS, thoughts)
+            reasoning = message.get("reasoning_content")
+            if reasoning and self.thinking is not False:
+                written |= dict.fromkeys(REASONING_KEYS, reasoning)
             messages.append(written)
         return messages
 

@@ -139,7 +139,7 @@ def decode_rate(size: TargetSize, dtype: str, gpus: Accelerator, in_flight: int,
     """Tokens per second of one replica; memory or, with many sequences, arithmetic limits a step."""
     read_bytes = size.weight_bytes(dtype) + in_flight * context * size.key_value_bytes(dtype)
     by_memory = read_bytes / (gpus.bandwidth_gb_s * 1e9 * DECODE_SHARE)
-    by_arithmetic = 2 * size.active * in_flight / (gpus.flops * PREFILL_SHARE)
+    by_arithmetic = 2 * size.active_params * in_flight / (gpus.flops * PREFILL_SHARE)
     return in_flight / max(by_memory, by_arithmetic, MIN_STEP_S)
 
 

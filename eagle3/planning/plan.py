@@ -80,7 +80,7 @@ def make_plan(
     return RunPlan(
         target=name,
         params=size.params,
-        active_params=size.active,
+        active_params=size.active_params,
         layer_ids=layer_ids,
         sources=list(sources),
         heldout=heldout,

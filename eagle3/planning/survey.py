@@ -12,7 +12,7 @@ from pathlib import Path
 
 from eagle3.config.data import DataConfig, SourceConfig
 from eagle3.data.chat import load_chat_tokenizer
-from eagle3.data.encode import RowEncoder, Task, tokens_key
+from eagle3.data.encode import RowEncoder, Task
 from eagle3.data.files import COMPRESSIONS, Record, file_format
 from eagle3.data.sources import hub_parts, read_source, source_files, source_name, source_path
 from eagle3.planning.workload import SourceSurvey
@@ -67,9 +67,7 @@ def survey(
     num_heldout = 0
     task = Task("heldout", heldout.preset, heldout.thinking, "last_prompt")
     for outcome in RowEncoder(tokenizer, cfg).encode_all(islice(read_source(heldout), COUNT_ROWS), task):
-        heldout_keys.update(tokens_key(row.token_ids) for row in outcome.rows)
-        if outcome.opening:
-            heldout_keys.add(outcome.opening)
+        heldout_keys |= outcome.keys
         num_heldout += bool(outcome.rows)
     if not num_heldout:
         raise ValueError(

@@ -6,8 +6,8 @@ from typing import Any
 from eagle3.targets.properties import DTYPE_BYTES
 
 # Bytes per parameter of a quantised checkpoint: mxfp4 has 4 bits, and a scale byte for 32 parameters.
-MXFP4_BYTES = 4.25 / 8
-FP8_BYTES = 1.0
+EXPERT_BYTES = {"mxfp4": 4.25 / 8, "fp8": 1.0}
+LINEAR_BYTES = {"fp8": 1.0}
 OWN_KEYS = ("architectures", "_name_or_path", "auto_map", "quantization_config", "torch_dtype", "dtype")
 
 
@@ -16,7 +16,7 @@ class TargetSize:
     """Counts of a target.
 
     embedding_params: embedding and head. linear_params: attention, dense MLPs and routers. expert_params: all
-    experts. active: parameters in the matrix products of one token, with the head. expert_bytes, linear_bytes:
+    experts. active_params: those in the matrix products of one token, with the head. expert_bytes, linear_bytes:
     bytes per parameter of a quantised checkpoint, None if stored in the compute dtype.
     """
 
@@ -29,7 +29,7 @@ class TargetSize:
     embedding_params: int
     linear_params: int
     expert_params: int
-    active: int
+    active_params: int
     expert_bytes: float | None = None
     linear_bytes: float | None = None
 
@@ -40,9 +40,10 @@ class TargetSize:
 
     def weight_bytes(self, dtype: str) -> float:
         """Bytes of the weights on all GPUs together."""
-        wide = DTYPE_BYTES[dtype]
-        experts = self.expert_params * (self.expert_bytes or wide)
-        return self.embedding_params * wide + self.linear_params * (self.linear_bytes or wide) + experts
+        param_bytes = DTYPE_BYTES[dtype]
+        embeddings = self.embedding_params * param_bytes
+        experts = self.expert_params * (self.expert_bytes or param_bytes)
+        return embeddings + experts + self.linear_params * (self.linear_bytes or param_bytes)
 
     def key_value_bytes(self, dtype: str) -> int:
         """KV cache bytes per token; sliding windows count as full attention."""
@@ -51,7 +52,7 @@ class TargetSize:
     def prefill_flops(self, rows: float, tokens: float) -> float:
         """FLOPs to prefill `rows` rows of equal length with `tokens` tokens in all."""
         attention = 2 * self.num_layers * self.num_heads * self.head_dim * tokens**2 / max(rows, 1)
-        return 2 * self.active * tokens + attention
+        return 2 * self.active_params * tokens + attention
 
 
 def target_size(config: dict[str, Any]) -> TargetSize:
@@ -72,7 +73,7 @@ def target_size(config: dict[str, Any]) -> TargetSize:
     dense_mlp = 3 * width * c["intermediate_size"]
     linear = layers * attention + (layers - sparse) * dense_mlp + sparse * experts * width
     table = c["vocab_size"] * width
-    quantised = _quantised_bytes(config)
+    method = (config.get("quantization_config") or {}).get("quant_method", "")
     return TargetSize(
         num_layers=layers,
         hidden_size=width,
@@ -83,9 +84,9 @@ def target_size(config: dict[str, Any]) -> TargetSize:
         embedding_params=table if c.get("tie_word_embeddings") else 2 * table,
         linear_params=linear,
         expert_params=sparse * experts * expert,
-        active=linear + sparse * chosen * expert + table,
-        expert_bytes=quantised.get("experts"),
-        linear_bytes=quantised.get("linear"),
+        active_params=linear + sparse * chosen * expert + table,
+        expert_bytes=EXPERT_BYTES.get(method),
+        linear_bytes=LINEAR_BYTES.get(method),
     )
 
 
@@ -96,13 +97,6 @@ def _num_sparse_layers(c: dict[str, Any]) -> int:
     step = c.get("decoder_sparse_step") or 1
     dense = c.get("mlp_only_layers") or []
     return sum(i not in dense and (i + 1) % step == 0 for i in range(c["num_hidden_layers"]))
-
-
-def _quantised_bytes(config: dict[str, Any]) -> dict[str, float]:
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    if method == "mxfp4":
-        return {"experts": MXFP4_BYTES}
-    return {"experts": FP8_BYTES, "linear": FP8_BYTES} if method == "fp8" else {}
 
 
 def check_tensor_parallel(size: TargetSize, num_gpus: int) -> None:

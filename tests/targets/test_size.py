@@ -41,7 +41,7 @@ def test_layers_without_experts_are_dense() -> None:
 )
 def test_published_sizes_come_out(config: dict[str, Any], params: float, active: float) -> None:
     size = target_size(config)
-    assert (round(size.params / 1e9, 2), round(size.active / 1e9, 2)) == (params, active)
+    assert (round(size.params / 1e9, 2), round(size.active_params / 1e9, 2)) == (params, active)
 
 
 def test_quantised_weights_are_counted_as_stored() -> None:
@@ -83,6 +83,6 @@ def test_weights_and_one_sequence_must_fit() -> None:
 def test_reading_costs_two_operations_a_parameter_and_attention_grows_with_the_square() -> None:
     size = target_size(LLAMA31_8B)
     short, long = size.prefill_flops(1, 1), size.prefill_flops(1, 10_000)
-    assert short == 2 * size.active + 2 * 32 * 32 * 128
-    assert long - 2 * size.active * 10_000 == 2 * 32 * 32 * 128 * 10_000**2
+    assert short == 2 * size.active_params + 2 * 32 * 32 * 128
+    assert long - 2 * size.active_params * 10_000 == 2 * 32 * 32 * 128 * 10_000**2
     assert size.prefill_flops(10, 10_000) < long
