@@ -1,32 +1,31 @@
-"""Acceptance counts, and the walk that predicts the engine's from one teacher-forced unroll, exactly.
+"""Acceptance counts, and the walk that predicts the engine's exact counts from one teacher-forced unroll.
 
-A chain of guesses is accepted up to its first miss, and up to there the draft's own guesses are the answer's
-tokens, so an unroll over the target's own greedy answer shows what serving would accept at every position.
-The walk takes the rounds that serving takes. Prompt token x, answer a b c E that ends at E, f g what the
-target would write after it, k = 3:
+The engine accepts a chain of guesses up to its first miss. Up to there the guesses equal the answer's tokens,
+so an unroll over the target's own greedy answer shows what serving would accept at every position. The walk
+takes the same rounds as serving. Example with k = 3: prompt token x, answer a b c E that ends at E; the
+target would write f g after E:
 
     position         0       1        2        3        4       5   6
     token            x       a        b        c        E       f   g
     slot's labels    b c E   c E f    E f g    –        –       –   –
     round here       no      always   maybe    maybe    never: the answer has ended
 
-First token: a comes from the prompt's own pass and is no round. A round at t[m] reads slot m - 1, accepts its
-n leading hits (at most k) and emits n + 1 tokens; the next round is at t[m + n + 1] if that is before the
-answer's last token, whatever ended the answer (end token or max_tokens). With hits b, then E f g:
+The prefill yields the first token, a, and is no round. A round at t[m] reads slot m - 1, accepts its n
+leading hits (at most k) and emits n + 1 tokens. The next round is at t[m + n + 1] if that is before the
+answer's last token, whether an end token or max_tokens ended the answer. With hits b, then E f g:
 
     round at a:  guesses b x x   n = 1   emits b c
-    round at c:  guesses E f g   n = 3   emits E: all three are counted, f and g although they are cut off
+    round at c:  guesses E f g   n = 3   emits E: all three are counted although f and g are cut off
     rounds 2, accepted 4, by position 2 1 1
 
-So the labels of the last possible round reach k - 1 tokens past the end: give the walk an answer continued by
-that many tokens.
+The labels of the last possible round reach k - 1 tokens past the end: continue the answer by that many.
 
-The engine side (vLLM 0.32, v1/core/sched/scheduler.py): `update_from_output` counts a round's accepted
-guesses, then `_update_request_with_output` cuts them at the end token or max_tokens; no round is shortened to
-what max_tokens leaves, and one that async scheduling began for a finished request is not counted. Two things
-are outside the walk: near max_model_len rounds get fewer guesses (none do while prompt + max_tokens + 2k <=
-max_model_len), and a prompt of which the prefix cache holds all but one token has one extra round with
-nothing accepted (measure on prompts that the engine has not seen).
+vLLM 0.32 (v1/core/sched/scheduler.py): `update_from_output` counts a round's accepted guesses, then
+`_update_request_with_output` cuts them at the end token or max_tokens. max_tokens shortens no round. A round
+that async scheduling began for a finished request is not counted. The walk ignores two cases: near
+max_model_len rounds get fewer guesses (never while prompt + max_tokens + 2k <= max_model_len), and a prompt
+whose tokens are all in the prefix cache but one has an extra round with nothing accepted (measure on prompts
+that the engine has not seen).
 """
 
 from dataclasses import dataclass
@@ -40,14 +39,14 @@ from eagle3.draft.loss import chunk_slots
 
 @dataclass(frozen=True)
 class AcceptanceCounts:
-    """Rounds (target passes with guesses), and the guesses accepted at each of the k positions."""
+    """Rounds (target passes with guesses), and the guesses accepted at each of k positions."""
 
     rounds: int
     accepted_by_position: tuple[int, ...]
 
     @classmethod
     def empty(cls, k: int) -> "AcceptanceCounts":
-        """No round yet, k guesses a round."""
+        """Counts before the first round of k guesses."""
         return cls(0, (0,) * k)
 
     def __add__(self, other: "AcceptanceCounts") -> "AcceptanceCounts":
@@ -56,22 +55,22 @@ class AcceptanceCounts:
 
     @property
     def accepted(self) -> int:
-        """Guesses accepted in all rounds."""
+        """Accepted guesses of all rounds."""
         return sum(self.accepted_by_position)
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens emitted per target pass, the target's own token counted; 1 where there was no round."""
+        """Mean tokens emitted per target pass, including the target's own token; 1 without rounds."""
         return 1 + self.accepted / self.rounds if self.rounds else 1.0
 
     @property
     def by_position(self) -> list[float]:
-        """Share of rounds in which guess 1 … k was accepted; zeros where there was no round."""
+        """Share of rounds in which guess 1 … k was accepted; zeros without rounds."""
         return [count / max(1, self.rounds) for count in self.accepted_by_position]
 
 
 def guess(states: Tensor, head: Tensor, target_ids: Tensor) -> Tensor:
-    """The draft's first choices as target token ids.
+    """The draft's argmax as target token ids.
 
     Args:
         states: [I, S, H] from Eagle3Draft.forward.
@@ -87,9 +86,7 @@ def guess(states: Tensor, head: Tensor, target_ids: Tensor) -> Tensor:
 
 
 def find_hits(guesses: Tensor, batch: PackedBatch) -> Tensor:
-    """[I, S] bool, True where a valid pair's guess is the text's token; never one outside the draft
-    vocabulary.
-    """
+    """[I, S] bool, True where the pair is valid and its guess [I, S] equals the label."""
     return (guesses == batch.labels()) & batch.valid
 
 
@@ -97,14 +94,11 @@ def walk(hits: Tensor, first: int, last: int, k: int) -> AcceptanceCounts:
     """Walk one answer as the engine does.
 
     Args:
-        hits: [I, L] bool; hits[i, p]: the step-i guess of slot p is the token at p + 2 + i. Slots first - 1 …
-            last - 2 are read.
+        hits: [I, L] bool; hits[i, p]: the step-i guess of slot p equals the token at p + 2 + i. The walk
+            reads slots first - 1 … last - 2.
         first: position of the answer's first token, at least 1.
         last: position of the answer's last token (its end token, or the one that reached max_tokens).
         k: guesses per round, at most I.
-
-    Raises:
-        ValueError: if k exceeds I, or a slot that is read is outside hits.
     """
     num_steps, length = hits.shape
     if not 1 <= k <= num_steps:
@@ -115,7 +109,9 @@ def walk(hits: Tensor, first: int, last: int, k: int) -> AcceptanceCounts:
             f"got {length}; unroll the whole answer"
         )
     leading = hits[:k].int().cumprod(0).sum(0).tolist()
-    rounds, accepted, at = 0, [0] * k, first
+    rounds = 0
+    accepted = [0] * k
+    at = first
     while at < last:
         kept = leading[at - 1]
         rounds += 1
@@ -128,12 +124,12 @@ def walk(hits: Tensor, first: int, last: int, k: int) -> AcceptanceCounts:
 def walk_batch(hits: Tensor, batch: PackedBatch) -> AcceptanceCounts:
     """Walk every answer of a pack, k = I.
 
-    Nothing is known past an answer's end, so guesses there count as misses; each answer's last round may lose
-    some that the engine would count. For exact counts use `walk` with continued answers.
+    Guesses past an answer's end count as misses, so its last round may lose some that the engine would count.
+    For exact counts use `walk` with continued answers.
 
     Args:
-        hits: [I, S] bool on the batch's slots, False where not valid.
-        batch: the pack. A run of adjacent slots p … q is one answer, from position p + 1 to position q + 2.
+        hits: [I, S] bool of the batch's slots, False where not valid. A run of adjacent slots p … q is one
+            answer, from position p + 1 to position q + 2.
     """
     num_steps = len(hits)
     dense = torch.zeros(num_steps, len(batch.token_ids), dtype=torch.bool)

@@ -1,14 +1,13 @@
 """Attention of the unroll: a slot sees its row's step-0 keys up to itself, and its own keys of later steps.
 
-One softmax runs over the union. With O0 and L0 the output and log-sum-exp over the step-0 keys, e_j the
-own-key scores:
+One softmax runs over both. O0 and L0 are the output and log-sum-exp over the step-0 keys, e_j the scores of
+own keys:
 
     L = logaddexp(L0, e_1 … e_J)      O = exp(L0 - L) O0 + Σ_j exp(e_j - L) v_j
 
-so no mask of size T × (T · steps) ever exists. Only supervised slots have queries; step-0 keys are dense.
-`unroll_attention` has three exact forms: torch's flash kernels over blocks of queries (attention_cpu.py),
-FlexAttention for the step-0 part (CUDA; it has no backward on a CPU), and whole score matrices (the
-reference).
+so no mask of size T × (T · steps) exists. Only supervised slots have queries; all positions have step-0 keys.
+`unroll_attention` has three exact forms: torch's flash kernels over blocks of queries on a CPU
+(attention_cpu.py), FlexAttention for the step-0 part on CUDA, and full score matrices as the reference.
 """
 
 from collections.abc import Callable
@@ -23,16 +22,15 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from eagle3.draft.attention_cpu import blockwise_attention, query_blocks
 from eagle3.draft.batch import PackedBatch
 
-FLEX_BLOCK = 128  # FlexAttention: queries and keys of one tile
+FLEX_BLOCK = 128  # queries and keys of a FlexAttention tile
 
 
 @dataclass(frozen=True)
 class VisibleKeys:
     """The step-0 keys that the slots of a pack see: slot s sees its row's keys up to slots[s].
 
-    slots: [S] int64 pack positions, ascending. row_starts: [R + 1] int64, row r is [row_starts[r],
-    row_starts[r + 1]). blocks: see attention_cpu.query_blocks, empty on a GPU. block_mask: FlexAttention's,
-    None without slots or on a CPU.
+    slots: [S] int64 pack positions, ascending. row_starts: [R + 1] int64. blocks: of
+    attention_cpu.query_blocks, empty on a GPU. block_mask: FlexAttention's, None without slots or on a CPU.
     """
 
     slots: Tensor
@@ -42,7 +40,7 @@ class VisibleKeys:
 
     @classmethod
     def from_slots(cls, slots: Tensor, row_starts: Tensor, device: torch.device) -> "VisibleKeys":
-        """Work them out; slots and row_starts are on the CPU, the result's are on `device`."""
+        """Compute them on `device` from slots and row_starts on the CPU."""
         moved = slots.to(device, non_blocking=True), row_starts.to(device, non_blocking=True)
         if device.type == "cuda":
             return cls(*moved, [], flex_mask(*moved, int(row_starts[-1])))
@@ -50,23 +48,19 @@ class VisibleKeys:
 
     @classmethod
     def from_batch(cls, batch: PackedBatch, device: torch.device) -> "VisibleKeys":
-        """Work them out for a pack."""
+        """Compute them for a pack."""
         return cls.from_slots(batch.slots.cpu(), batch.row_starts.cpu(), device)
 
 
 class UnrollCache:
-    """Keys and values of an unroll so far.
-
-    k0, v0: [T, G, D] of every pack position at step 0. own_k, own_v: [J, S, G, D] of the slots at steps 1 …
-    J.
-    """
+    """Keys and values so far: k0, v0 [T, G, D] of step 0; own_k, own_v [J, S, G, D] of steps 1 … J."""
 
     def __init__(self, visible: VisibleKeys) -> None:
         self.visible = visible
         self.num_steps = 0
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Take the keys and values of the next step: [T, G, D] at step 0, [S, G, D] later."""
+        """Add the next step: [T, G, D] each at step 0, [S, G, D] later."""
         if self.num_steps == 0:
             self.k0, self.v0 = keys, values
             self.own_k = self.own_v = keys.new_empty(0, len(self.visible.slots), *keys.shape[1:])
@@ -79,7 +73,7 @@ class UnrollCache:
 def unroll_attention(
     q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: VisibleKeys
 ) -> Tensor:
-    """Attend from supervised slots to their row's step-0 keys and to their own later keys.
+    """Attend from supervised slots to their row's step-0 keys and their own later keys.
 
     Args:
         q: [S, N, D] queries of one step, RoPE applied.
@@ -104,10 +98,10 @@ def flex_attention_form(
     """`unroll_attention` with FlexAttention over the step-0 keys; own keys are merged in float32."""
     num_slots, num_heads, size = q.shape
     groups = k0.shape[1]
-    if not num_slots:  # keeps the graph whole, so that every parameter gets its zero gradient
+    if not num_slots:  # keep the autograd graph: every parameter needs a gradient, here zero
         return q + 0 * (k0.sum() + v0.sum() + own_k.sum() + own_v.sum())
     heads_first = [x.transpose(0, 1)[None] for x in (q, k0, v0)]
-    out, aux = _flex()(
+    out, aux = compiled_flex_attention()(
         *heads_first,
         block_mask=keys.block_mask,
         enable_gqa=num_heads != groups,
@@ -126,17 +120,17 @@ def flex_attention_form(
 
 
 @cache
-def _flex() -> Callable[..., Any]:
-    # fullgraph: an error if it cannot be compiled, never the eager form with its whole score matrices.
+def compiled_flex_attention() -> Callable[..., Any]:
+    """FlexAttention, compiled on its first call."""
+    # fullgraph: fail rather than fall back to the eager form with its full score matrices.
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def flex_mask(slots: Tensor, row_starts: Tensor, num_keys: int) -> Any:
-    """FlexAttention's BlockMask of a pack, from row bounds: no [S, T] mask is made to find the tiles.
+    """FlexAttention's BlockMask of a pack, computed from row bounds without an [S, T] mask.
 
-    A tile of queries sees a run of key tiles: from the one with its first slot's row start to the one with
-    its last slot. A tile is full, and needs no mask, when it is between the last slot's row start and the
-    first slot.
+    A tile of queries sees the key tiles from its first slot's row start to its last slot. A tile between the
+    last slot's row start and the first slot is full: it needs no mask.
     """
     if not len(slots):
         return None
@@ -162,7 +156,7 @@ def flex_mask(slots: Tensor, row_starts: Tensor, num_keys: int) -> Any:
 
 
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """[Q, K] bool -> number of tiles [1, 1, Q] and their indices first [1, 1, Q, K], int32, for BlockMask."""
+    """[Q, K] bool -> counts of True [1, 1, Q] and indices, True first, [1, 1, Q, K]; int32 for BlockMask."""
     order = torch.argsort(tiles.to(torch.int32), dim=-1, descending=True, stable=True)
     return tiles.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
 
@@ -170,7 +164,7 @@ def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
 def dense_attention(
     q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, keys: VisibleKeys
 ) -> Tensor:
-    """`unroll_attention` with whole [N, S, T + J] score matrices and autograd: the reference."""
+    """`unroll_attention` with full [N, S, T + J] score matrices and autograd: the reference."""
     per_group = q.shape[1] // k0.shape[1]
     k0, v0, own_k, own_v = (x.repeat_interleave(per_group, -2) for x in (k0, v0, own_k, own_v))
     positions = torch.arange(len(k0), device=q.device)

@@ -1,8 +1,7 @@
-"""Attention of the unroll on a CPU: a flash kernel for each block of queries, own keys merged in.
+"""Attention of the unroll on a CPU: a flash kernel for each block of queries, then the own keys.
 
-Exact in both directions: torch's CPU flash kernels give and take the log-sum-exp, so their backward runs with
-the merged O and L (attention.py). Inner layout: the heads of one key group are next to each other, [G, S ·
-N/G, D].
+Forward and backward are exact: torch's CPU flash kernels return and accept the log-sum-exp, so their backward
+runs with the merged O and L (attention.py). Heads of one key group are adjacent inside: [G, S · N/G, D].
 """
 
 import torch
@@ -34,11 +33,7 @@ def query_blocks(slots: Tensor, row_starts: Tensor) -> Blocks:
 def blockwise_attention(
     q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, slots: Tensor, blocks: Blocks
 ) -> Tensor:
-    """See attention.unroll_attention.
-
-    Args:
-        slots, blocks: see `query_blocks`.
-    """
+    """`attention.unroll_attention` on a CPU; slots and blocks as in `query_blocks`."""
     return BlockwiseAttention.apply(q, k0, v0, own_k, own_v, slots, blocks)  # type: ignore[no-any-return]
 
 
@@ -103,7 +98,7 @@ class BlockwiseAttention(torch.autograd.Function):
         d_own_k, d_own_v = torch.zeros_like(own_k), torch.zeros_like(own_v)
         if len(own_k):
             own_p = torch.exp(torch.einsum("sghd,jsgd->jsgh", grouped, own_k) * scale - lse_s).to(q.dtype)
-            # [S, G, g]: Σ_t p_t dp_t over the union, from the merged output.
+            # [S, G, N/G]: Σ_t p_t dp_t over all keys, from the merged output.
             delta = (grad_s * result).sum(-1)
             own_ds = own_p * (torch.einsum("sghd,jsgd->jsgh", grad_s, own_v) - delta) * scale
             d_own_v = torch.einsum("jsgh,sghd->jsgd", own_p, grad_s)
@@ -113,7 +108,7 @@ class BlockwiseAttention(torch.autograd.Function):
 
 
 def _block_mask(slots: Tensor, first_key: int, end_key: int, per_group: int, dtype: torch.dtype) -> Tensor:
-    """[B · N/G, L]: 0 where a slot sees the key, -inf where the key comes after it."""
+    """[B · N/G, L]: 0 where a slot sees the key, -inf for later keys."""
     hidden = torch.arange(first_key, end_key)[None] > slots[:, None]
     bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
     return bias.repeat_interleave(per_group, 0)

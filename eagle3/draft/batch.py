@@ -4,8 +4,8 @@
     A  aux layers      H  hidden size              M  positions with a last hidden state   R  rows
     V  target vocabulary      K  draft vocabulary  N  query heads   G  key/value heads     D  head size
 
-Slot p pairs token t[p+1] with the aux states of p; at TTT step i its label is t[p+2+i] (from 0). Four answer
-tokens a b c E after a prompt token x, loss mask 0 1 1 1 1, three steps; "." is never served and never
+Slot p pairs token t[p+1] with the aux states of p; its label at TTT step i (from 0) is t[p+2+i]. Example: four
+answer tokens a b c E after a prompt token x, loss mask 0 1 1 1 1, three steps. "." is neither served nor
 trained:
 
     p      token p   mask[p]   token fed at steps 0 1 2   label at steps 0 1 2
@@ -29,13 +29,13 @@ from eagle3.shards.hidden_states import HiddenStateRow
 class PackedBatch:
     """Rows of one pack and the slots that are trained.
 
-    token_ids [T] int64; positions [T] int64, within the row; row_starts [R + 1] int64; aux [T, A, H]; slots
-    [S] int64, pack positions p trained at step 0, ascending; slot_rows [S] int64, the row of each; last [S,
-    H], last hidden state at p + 1; valid [I, S] bool, True where slot s is trained at step i; sample_ids: R
-    ids.
+    token_ids [T] int64; positions [T] int64, within the row; row_starts [R + 1] int64, row r is
+    [row_starts[r], row_starts[r + 1]); aux [T, A, H]; slots [S] int64, pack positions p trained at step 0,
+    ascending; slot_rows [S] int64, the row of each; last [S, H], last hidden state at p + 1; valid [I, S]
+    bool, True where slot s is trained at step i; sample_ids: R ids.
 
-    The state that labels slot s at step i, at position p + 1 + i, is last[s + i]: if (s, i) is valid, the i
-    positions after p are slots too.
+    last[s + i] is the state at p + 1 + i that labels slot s at step i: if (s, i) is valid, the i positions
+    after p are slots too.
     """
 
     token_ids: Tensor
@@ -53,21 +53,19 @@ class PackedBatch:
         return self.token_ids[(self.slots + 1 + step).clamp(max=len(self.token_ids) - 1)]
 
     def labels(self) -> Tensor:
-        """[I, S] int64: target token ids that the steps should guess, t[p + 2 + i]; undefined where not
-        valid.
-        """
+        """[I, S] int64: target token id to guess at step i, t[p + 2 + i]; undefined where not valid."""
         steps = torch.arange(len(self.valid), device=self.slots.device)[:, None]
         return self.token_ids[(self.slots + 2 + steps).clamp(max=len(self.token_ids) - 1)]
 
     def slot_weights(self, averaging: str) -> tuple[Tensor, int]:
-        """[S] float32 weights of the slots, and their sum: 1 each, or ("conversation") 1 a row, shared."""
+        """[S] float32 weights and their sum: 1 per slot ("token"), or 1 per row, shared by its slots."""
         if averaging == "token":
             return torch.ones(len(self.slots), device=self.slots.device), len(self.slots)
         counts = torch.bincount(self.slot_rows, minlength=len(self.sample_ids))
         return 1 / counts[self.slot_rows].float(), int((counts > 0).sum())
 
     def without_slots(self) -> "PackedBatch":
-        """The same rows, nothing trained: for a process in a step that has no pack for it."""
+        """The same rows with nothing to train, for a process that has no pack in a step."""
         slots, rows, last = self.slots[:0], self.slot_rows[:0], self.last[:0]
         return replace(self, slots=slots, slot_rows=rows, last=last, valid=self.valid[:, :0])
 
@@ -80,20 +78,14 @@ class PackedBatch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "PackedBatch":
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        changed: dict[str, Any] = {name: change(tensor) for name, tensor in tensors.items()}
-        return replace(self, **changed)
+        tensors: dict[str, Any] = {k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **tensors)
 
 
 def valid_steps(loss_mask: Tensor, num_steps: int) -> Tensor:
     """The (step, position) pairs that serving drafts: loss_mask[p+1] and … and loss_mask[p+2+i].
 
-    Args:
-        loss_mask: [T] bool of one row; a run of True is one turn.
-        num_steps: I.
-
-    Returns:
-        [I, T] bool.
+    loss_mask: [T] bool of one row; a run of True is one turn. Returns [I, T] bool.
     """
     padded = torch.cat([loss_mask, loss_mask.new_zeros(num_steps + 2)])
     length = len(loss_mask)
@@ -106,22 +98,14 @@ def valid_steps(loss_mask: Tensor, num_steps: int) -> Tensor:
 
 
 def pack_rows(rows: list[HiddenStateRow], num_steps: int) -> PackedBatch:
-    """Lay rows end to end and collect the supervised slots.
-
-    Args:
-        rows: at least one conversation; states in any float dtype.
-        num_steps: I.
-
-    Raises:
-        ValueError: if a supervised slot has no last hidden state; names the row.
-    """
+    """Concatenate rows, at least one, and collect the supervised slots of I = num_steps steps."""
     lengths = torch.tensor([len(r.token_ids) for r in rows])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     slots, slot_rows, valid, last = [], [], [], []
     for number, (row, start) in enumerate(zip(rows, starts.tolist(), strict=False)):
         steps = valid_steps(row.loss_mask, num_steps)
         kept = torch.nonzero(steps[0]).flatten()
-        # A row that is supervised from its first token has a last state at position 0, which labels no slot.
+        # A row supervised from its first token has a last state at position 0, which labels no slot.
         labelling = row.last_positions > 0
         if not torch.equal(row.last_positions[labelling], kept + 1):
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any
 from eagle3.config.training import TrainConfig
 from eagle3.draft.speculators import LAYER_TYPES
 
-# Keys of a target's config.json that mean nothing to a draft's layer.
+# Keys of a target's config.json that a draft's layer does not use.
 NOT_OF_A_LAYER = ("architectures", "_name_or_path", "auto_map", "quantization_config", "torch_dtype", "dtype")
 PER_LAYER = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 LLAMA_KEYS = (
@@ -42,7 +42,7 @@ class DraftConfig:
     def from_target(
         cls, target: dict[str, Any], layer_ids: list[int], draft_vocab_size: int, cfg: TrainConfig
     ) -> "DraftConfig":
-        """Derive the draft from the target's config.json: its width, heads and RoPE, one layer, own head."""
+        """Derive the draft from the target's config.json."""
         return cls(
             transformer_layer_config=layer_config(target),
             draft_vocab_size=draft_vocab_size,
@@ -59,7 +59,7 @@ class DraftConfig:
 def layer_config(target: dict[str, Any]) -> dict[str, Any]:
     """Hugging Face config of the draft's one layer: a Qwen3 layer for a Qwen3 target, else a Llama layer.
 
-    It has the target's width, heads and RoPE, full attention, a dense MLP and no biases.
+    Width, heads and RoPE are the target's; attention is full, the MLP dense, and there are no biases.
     """
     from transformers import AutoConfig
 
@@ -69,7 +69,7 @@ def layer_config(target: dict[str, Any]) -> dict[str, Any]:
         kept |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
         kept |= {"attention_bias": False, "mlp_bias": False}
         return dict(AutoConfig.for_model(target["model_type"], **kept).to_dict())
-    # The target's own class fills in what its config.json leaves to defaults, such as gpt-oss's RoPE.
+    # The target's own class fills in defaults that its config.json omits, such as gpt-oss's RoPE.
     complete = AutoConfig.for_model(**own).to_dict()
     kept = {"num_hidden_layers": 1, "intermediate_size": _mlp_width(complete), "tie_word_embeddings": False}
     kept |= {key: complete[key] for key in LLAMA_KEYS if key in complete}
@@ -77,6 +77,6 @@ def layer_config(target: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mlp_width(target: dict[str, Any]) -> int:
-    """Inner width of the draft's MLP: the target's, or that of one token's experts together."""
+    """Inner width of the draft's MLP: the target's, or the sum over one token's experts."""
     width = int(target.get("moe_intermediate_size") or target["intermediate_size"])
     return width * int(target.get("num_experts_per_tok") or 1)

@@ -1,15 +1,15 @@
 """Reference drafting: the recurrence that vLLM runs, and speculative decoding with it, in plain torch.
 
-It shares no code with `model.py` on purpose: training is tested against this file, this file against the
-engine. Of tokens t[0..m] the target just sampled t[m]; aux states a[p] are known for p = 0 … m-1; the draft
-guesses d[1], d[2], … for t[m+1], …:
+It shares no code with `model.py` on purpose: tests compare training with this file, and this file with the
+engine. The target has sampled t[m], the last of tokens t[0..m]; aux states a[p] are known for p = 0 … m-1.
+The draft guesses d[1], d[2], … for t[m+1], t[m+2], …:
 
     step   fed token   hidden input               RoPE position   guess
     0      t[p+1]      fc(a[p]), every p < m      p               d[1], from the last slot p = m-1
     1      d[1]        state of step 0            m               d[2]
     2      d[2]        state of step 1            m+1             d[3]
 
-The state fed back is the one before the final norm unless `norm_output`. Source:
+The state before the final norm is fed back, with `norm_output` the one after it. Sources:
 vllm/model_executor/models/llama_eagle3.py and vllm/v1/spec_decode/llm_base_proposer.py.
 """
 
@@ -29,7 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 @dataclass(frozen=True)
 class DraftState:
-    """After a step. logits: [K] of the next guess. hidden: [1, H], fed back. keys, values: [P, G, D]."""
+    """Result of a step. logits: [K] of the next guess. hidden: [1, H], fed back. keys, values: [P, G, D]."""
 
     logits: Tensor
     hidden: Tensor
@@ -38,15 +38,15 @@ class DraftState:
 
 
 class ReferenceDraft:
-    """One draft in one dtype, read from an export's two files or from the same data in memory.
+    """One draft in one dtype.
 
     Args:
-        config: content of config.json, or of draft.json: the keys read here are the same.
-        tensors: content of model.safetensors; `d2t` [K] is needed where the draft vocabulary is smaller than
-            the target's.
+        config: content of config.json or draft.json.
+        tensors: content of model.safetensors, with `d2t` [K] if the draft vocabulary is smaller than the
+            target's.
         embedding: [V, H], the target's input embedding.
-        dtype: arithmetic dtype. Norms and softmax run in float32 or wider, RoPE angles in float32, as in the
-            engine.
+        dtype: arithmetic dtype. As in the engine, norms and softmax run at least in float32, RoPE angles in
+            float32.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class ReferenceDraft:
         self.weights = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         draft_ids = torch.arange(config["draft_vocab_size"])
         self.target_ids = draft_ids + tensors["d2t"] if len(draft_ids) < self.config.vocab_size else draft_ids
-        self.embedding, self.dtype = embedding.to(dtype), dtype
+        self.embedding = embedding.to(dtype)
+        self.dtype = dtype
         self.wide = torch.promote_types(dtype, torch.float32)
         self.rope = LlamaRotaryEmbedding(self.config)
 
@@ -97,7 +98,7 @@ class ReferenceDraft:
 
     @torch.no_grad()
     def step(self, state: DraftState, token_id: int) -> DraftState:
-        """The next step, fed the guess `token_id` (a target id); its RoPE position is the number of keys."""
+        """The next step, fed the target id `token_id`; its RoPE position is the number of keys."""
         return self._layer(torch.tensor([token_id]), state.hidden, torch.tensor([len(state.keys)]), state)
 
     def propose_logits(self, token_ids: list[int], aux: Tensor, fed: list[int] | None, k: int) -> Tensor:
@@ -105,9 +106,8 @@ class ReferenceDraft:
 
         Args:
             token_ids, aux: see `prefill`.
-            fed: target ids fed at steps 1 … k-1 (teacher forcing: t[m+1], t[m+2], …); None feeds the draft's
-                own guesses.
-            k: number of guesses.
+            fed: target ids fed at steps 1 … k-1 (teacher forcing: t[m+1], t[m+2], …), or None to feed the
+                draft's own guesses.
 
         Returns:
             [k, K].
@@ -154,7 +154,7 @@ class ReferenceDraft:
     def _attention(
         self, x: Tensor, positions: Tensor, past: DraftState | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [L, 2H] -> output [L, H], and all keys and values so far, [P, G, D] each."""
+        """x [L, 2H] -> output [L, H], all keys and all values so far, [P, G, D] each."""
         queries, keys, values = (self._heads(x, f"layers.0.self_attn.{n}_proj") for n in "qkv")
         if self.config.model_type == "qwen3":
             queries = self._norm(queries, "layers.0.self_attn.q_norm")
@@ -203,24 +203,13 @@ def speculative_generate(
 ) -> tuple[list[int], int, list[int]]:
     """Greedy speculative decoding: the tokens of plain greedy decoding, and the counts that vLLM reports.
 
-    The first token comes from the prompt's own pass. Every later pass is one round: the target reads its
-    newest token and the k guesses, keeps the guesses that equal its own argmax up to the first that does not,
-    and adds one token of its own. A round's accepted guesses are counted before the answer is cut at its end
-    (vllm/v1/core/sched/scheduler.py, update_from_output).
-
-    Args:
-        target: causal language model with a key-value cache.
-        draft: the draft of this target.
-        prompt_ids: at least one token.
-        max_new_tokens: longest answer, at least 1.
-        k: guesses per round, at least 1.
-        eos_ids: target ids that end the answer.
+    The prefill yields the first token. Every later pass is one round: the target reads its newest token and k
+    guesses, keeps the leading guesses that equal its own argmax, and adds one token of its own. As in vLLM
+    (v1/core/sched/scheduler.py, update_from_output), a round's accepted guesses are counted before the answer
+    is cut at its end.
 
     Returns:
-        The answer's token ids (an end token included), rounds, accepted guesses at each of the k positions.
-
-    Raises:
-        ValueError: if the draft reads a state that transformers does not show before the final norm.
+        The answer's token ids, including an end token; rounds; accepted guesses at each of the k positions.
     """
     num_layers = target.config.num_hidden_layers
     if max(draft.layer_ids) >= num_layers:
@@ -228,13 +217,14 @@ def speculative_generate(
             f"aux layer ids must stay below the target's {num_layers} layers here, got {draft.layer_ids}; "
             "use the vLLM engine"
         )
-    tokens, rounds, accepted = list(prompt_ids), 0, [0] * k
-    output = target(torch.tensor([tokens]), use_cache=True, output_hidden_states=True)
+    rounds = 0
+    accepted = [0] * k
+    output = target(torch.tensor([prompt_ids]), use_cache=True, output_hidden_states=True)
     cache, aux = output.past_key_values, _aux_states(output, draft.layer_ids)
-    tokens.append(int(output.logits[0, -1].argmax()))
-    while not _finished(tokens[len(prompt_ids) :], max_new_tokens, eos_ids):
-        guesses = draft.propose(tokens, aux, k)
-        fed = torch.tensor([[tokens[-1], *guesses]])
+    answer = [int(output.logits[0, -1].argmax())]
+    while len(answer) < max_new_tokens and not set(answer) & set(eos_ids):
+        guesses = draft.propose([*prompt_ids, *answer], aux, k)
+        fed = torch.tensor([[answer[-1], *guesses]])
         output = target(fed, past_key_values=cache, use_cache=True, output_hidden_states=True)
         own = output.logits[0].argmax(-1).tolist()
         kept = next((i for i, guess in enumerate(guesses) if guess != own[i]), k)
@@ -242,19 +232,11 @@ def speculative_generate(
         accepted = [count + (i < kept) for i, count in enumerate(accepted)]
         aux = torch.cat([aux, _aux_states(output, draft.layer_ids)[: kept + 1]])
         cache.crop(len(aux) - cache.get_seq_length())
-        tokens.extend(own[: kept + 1])
-    return _cut(tokens[len(prompt_ids) :], max_new_tokens, eos_ids), rounds, accepted
+        answer.extend(own[: kept + 1])
+    end = next((i + 1 for i, token in enumerate(answer) if token in eos_ids), len(answer))
+    return answer[: min(end, max_new_tokens)], rounds, accepted
 
 
 def _aux_states(output: Any, layer_ids: list[int]) -> Tensor:
     """[n, A, H]: the residual stream after each aux layer; hidden_states[j] is the one after j layers."""
     return torch.stack([output.hidden_states[j][0] for j in sorted(layer_ids)], dim=1)
-
-
-def _cut(answer: list[int], max_new_tokens: int, eos_ids: Collection[int]) -> list[int]:
-    end = next((i + 1 for i, token in enumerate(answer) if token in eos_ids), len(answer))
-    return answer[: min(end, max_new_tokens)]
-
-
-def _finished(answer: list[int], max_new_tokens: int, eos_ids: Collection[int]) -> bool:
-    return len(answer) >= max_new_tokens or any(token in eos_ids for token in answer)

@@ -1,7 +1,7 @@
-"""The draft that training starts from: which one a name means, its files, and whether it fits the target.
+"""The draft that training starts from: resolve its name, fetch its files, check that it fits the target.
 
 A name is a hub id, a directory, a URL that fsspec reads (s3://…), or runs/<run_name> of an earlier run on
-this machine. The fetched copy is in the Speculators format with nothing left to defaults. Only JSON and
+this machine. The fetched copy is in the Speculators format and has all defaults filled in. Only JSON and
 safetensors are read.
 """
 
@@ -31,24 +31,17 @@ from eagle3.uris import redact, redact_secrets, uri_kind
 
 logger = logging.getLogger(__name__)
 FILES = ("config.json", "model.safetensors")
-# The embedding is the target's; the maps have checks of their own.
+# The embedding is the target's; _tensor_faults checks the maps separately.
 IGNORED_TENSORS = ("embed_tokens.weight", "t2d", "d2t")
 
 
 @redact_secrets()
 def resolve_initial(init_from: str, revision: str = "") -> tuple[str, str]:
-    """Find what `init_from` means now, without fetching it.
-
-    Args:
-        init_from: hub id, directory, URL, or runs/<run_name>.
-        revision: hub branch, tag or commit; empty means the default branch.
+    """Resolve `init_from` without fetching it.
 
     Returns:
         uri: hub id, absolute directory or URL, for `fetch_initial`.
         digest: hub commit, or digest of the files' content.
-
-    Raises:
-        ValueError: if there is no such draft; names it and the remedy.
     """
     uri = _uri_of(init_from)
     if uri_kind(uri) == "hub":
@@ -60,16 +53,10 @@ def resolve_initial(init_from: str, revision: str = "") -> tuple[str, str]:
 
 @redact_secrets()
 def fetch_initial(uri: str, digest: str, target: dict[str, Any], out_dir: str | Path) -> None:
-    """Put the draft's files into `out_dir`, its config.json completed by `complete_config`.
-
-    Args:
-        uri, digest: from `resolve_initial`.
-        target: the target's config.json.
-        out_dir: made if absent.
+    """Fetch the draft that `resolve_initial` found; `complete_config` fills in its config.json.
 
     Raises:
-        ValueError: if the files are gone, have changed since, or are not an EAGLE-3 draft in the Speculators
-            format.
+        ValueError: if the files are gone, have changed, or are no EAGLE-3 draft in the Speculators format.
     """
     out = Path(out_dir)
     _copy_files(uri, digest, out, FILES)
@@ -80,7 +67,7 @@ def fetch_initial(uri: str, digest: str, target: dict[str, Any], out_dir: str | 
 
 @redact_secrets()
 def read_settings(uri: str, digest: str, target: dict[str, Any]) -> dict[str, Any]:
-    """The completed config.json alone, for an early check; arguments as for `fetch_initial`."""
+    """The completed config.json alone, for an early check."""
     with tempfile.TemporaryDirectory() as out:
         _copy_files(uri, digest, Path(out), FILES[:1])
         return _completed(uri, Path(out), target)
@@ -104,15 +91,10 @@ def _completed(uri: str, copy: Path, target: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_initial(draft_dir: str | Path, target: dict[str, Any], layer_ids: list[int]) -> None:
-    """Refuse a draft that cannot be trained on these states for this target: settings, then tensors.
-
-    Args:
-        draft_dir: what `fetch_initial` made.
-        target: the target's config.json.
-        layer_ids: aux layers of the hidden states, ascending.
+    """Refuse a fetched draft that cannot be trained for this target on hidden states of these aux layers.
 
     Raises:
-        ValueError: lists every fault.
+        ValueError: lists every fault of its settings or, if they fit, of its tensors.
     """
     config = read_config(draft_dir)
     check_settings(config, target, layer_ids)
@@ -133,7 +115,7 @@ def _refuse(faults: Iterable[str]) -> None:
 
 
 def warn_of_overrides(draft_dir: str | Path, cfg: TrainConfig) -> None:
-    """Warn of each flag in the settings that the initial draft overrides."""
+    """Warn of each flag that the initial draft overrides."""
     config = read_config(draft_dir)
     for flag in FLAGS:
         if config[flag] != getattr(cfg, flag):
@@ -142,23 +124,23 @@ def warn_of_overrides(draft_dir: str | Path, cfg: TrainConfig) -> None:
 
 def _setting_faults(config: dict[str, Any], target: dict[str, Any], layer_ids: list[int]) -> Iterator[str]:
     layer = config["transformer_layer_config"]
-    widths = (config["target_hidden_size"], layer["hidden_size"])
-    if set(widths) != {target["hidden_size"]}:
-        wanted = target["hidden_size"]
-        yield f"its target and itself must have hidden_size {wanted}, got {widths[0]} and {widths[1]}"
+    wanted, of_target, own = target["hidden_size"], config["target_hidden_size"], layer["hidden_size"]
+    if of_target != wanted or own != wanted:
+        yield f"target_hidden_size and hidden_size must be {wanted}, got {of_target} and {own}"
     if layer["vocab_size"] != target["vocab_size"]:
-        yield f"its target must have vocab_size {target['vocab_size']}, got {layer['vocab_size']}"
+        yield f"its layer must have the target's vocab_size {target['vocab_size']}, got {layer['vocab_size']}"
     if layer["model_type"] not in LAYER_TYPES or layer["num_hidden_layers"] != 1:
         yield f"it must be one llama or qwen3 layer, got {layer['num_hidden_layers']} {layer['model_type']!r}"
     if layer.get("attention_bias") or layer.get("mlp_bias") or layer.get("hidden_act", "silu") != "silu":
         yield "it must have neither attention_bias nor mlp_bias, and hidden_act silu"
-    if (rope := (layer.get("rope_parameters") or {}).get("rope_type")) in LENGTH_DEPENDENT_ROPE:
-        yield f"its {rope!r} RoPE depends on the length"
+    rope_type = (layer.get("rope_parameters") or {}).get("rope_type")
+    if rope_type in LENGTH_DEPENDENT_ROPE:
+        yield f"its {rope_type!r} RoPE depends on the length"
     if layer["max_position_embeddings"] < target.get("max_position_embeddings", 0):
-        yield f"its max_position_embeddings {layer['max_position_embeddings']} end before the target's"
-    if config["eagle_aux_hidden_state_layer_ids"] != layer_ids:
-        own = config["eagle_aux_hidden_state_layer_ids"]
-        yield f"it reads aux layers {own}, the states hold {layer_ids} (set extract.layer_ids to {own})"
+        yield f"its max_position_embeddings {layer['max_position_embeddings']} is below the target's"
+    aux_ids = config["eagle_aux_hidden_state_layer_ids"]
+    if aux_ids != layer_ids:
+        yield f"it reads aux layers {aux_ids}, the states hold {layer_ids} (set extract.layer_ids to {aux_ids})"
     if not 1 <= config["draft_vocab_size"] <= layer["vocab_size"]:
         yield f"draft_vocab_size must be 1 to {layer['vocab_size']}, got {config['draft_vocab_size']}"
 
@@ -190,9 +172,8 @@ def _uri_of(init_from: str) -> str:
         return str(path.resolve())
     if kind == "path" or init_from.startswith("runs/"):
         raise ValueError(
-            f"train.init_from {init_from}: no such directory on this machine; correct it, in a remote run "
-            "give a hub id like org/draft or a URL like s3://bucket/draft: a pod cannot read directories "
-            "of your machine"
+            f"train.init_from {init_from}: no such directory on this machine; correct it, or for a remote run "
+            "give a hub id like org/draft or a URL like s3://bucket/draft: a pod cannot read your directories"
         )
     return init_from
 
@@ -202,10 +183,10 @@ def _export_of(summary_path: Path) -> str:
         export_dir = str(json.loads(summary_path.read_text())["export_dir"])
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(
-            f"{summary_path} names no export ({e!r}); finish that run, or give its draft's directory"
+            f"{summary_path} has no export_dir ({e!r}); finish that run, or give its draft's directory"
         ) from e
     if not Path(export_dir).is_dir():
-        raise ValueError(f"the draft that {summary_path} names is gone: {export_dir}; run that recipe again")
+        raise ValueError(f"{export_dir}, the draft of {summary_path}, is missing; run that recipe again")
     return export_dir
 
 
@@ -223,6 +204,6 @@ def _naming_missing(uri: str, name: str) -> Iterator[None]:
         yield
     except FileNotFoundError as e:
         raise ValueError(
-            f"initial draft {redact(uri)} has no {name}; give a draft in the Speculators format, "
-            "its weights in one file"
+            f"initial draft {redact(uri)} has no {name}; give a draft in the Speculators format with its "
+            "weights in one file"
         ) from e

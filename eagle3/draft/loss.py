@@ -1,17 +1,17 @@
 """Losses between the target's next-token distribution and the draft's, over the draft vocabulary.
 
-With p the target's distribution of a (slot, step) pair, restricted to the draft vocabulary and renormalised,
-q the draft's, and p' = p · coverage the target's before renormalising:
+For a (slot, step) pair, p' is the target's distribution restricted to the draft vocabulary, p = p' / coverage
+is p' renormalised, and q is the draft's distribution:
 
     kl         KL(p, q)                          gradient of the logits  q - p
     lk_hybrid  λ KL(p, q) + (1 - λ) (1 - α)                              λ (q - p) + (1 - λ) q (Σ q g - g)
                α = Σ min(p', q)                                          g = [q < p']
 
-α is the probability that speculative sampling accepts the draft's token, 1 - α the total variation, λ =
-exp(-η α) a constant of each pair. The gradient of the head input (and of a trained head) is formed in the
-same pass, so no [slots, K] tensor outlives its chunk, and the target's softmax of a position is made once for
-all steps: slot s at step i is labelled by last[s + i] (batch.PackedBatch). Tokens outside the draft
-vocabulary are misses in every accuracy (acceptance.find_hits).
+α is the probability that speculative sampling accepts the draft's token, 1 - α the total variation.
+λ = exp(-η α) is a constant of each pair. The forward also computes the gradients of the head input and of a
+trained head, so no [slots, K] tensor outlives its chunk. The target's softmax of a position is computed once
+for all steps: last[s + i] labels slot s at step i (batch.PackedBatch). A label outside the draft vocabulary
+is a miss in every accuracy (acceptance.find_hits).
 """
 
 from dataclasses import dataclass
@@ -24,17 +24,17 @@ from torch.nn import functional as F
 from eagle3.draft.batch import PackedBatch
 from eagle3.targets.weights import TargetTensors
 
-# Logits that exist at once in each of the four buffers of a chunk: 16 MiB in float32 on a CPU, where larger
-# ones gain nothing; 256 MiB on a GPU, to keep it busy.
+# Logits in each of a chunk's four buffers: 16 MiB in float32 on a CPU, where larger buffers are no faster;
+# 256 MiB on a GPU, to keep it busy.
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
 class TargetHead:
-    """The frozen side of the loss.
+    """The target's frozen final norm and head.
 
-    norm_weight: [H] gain of the final norm. rows: [K, H] head rows of the draft vocabulary. target_ids: [K]
-    int64, its target ids. head: [V, H]. All but the ids are in the compute dtype.
+    norm_weight: [H]. rows: [K, H] head rows of the draft vocabulary. target_ids: [K] int64, its target ids.
+    head: [V, H]. Weights are in the compute dtype.
     """
 
     norm_weight: Tensor
@@ -47,7 +47,7 @@ class TargetHead:
     def from_target(
         cls, target: TargetTensors, target_ids: Tensor, device: torch.device | str = "cpu"
     ) -> "TargetHead":
-        """Copy what the loss needs to a device."""
+        """Copy norm and head to a device."""
         head, norm = target.head.to(device), target.norm_weight.to(device)
         return cls(norm, target.norm_eps, head[target_ids], target_ids.to(device), head)
 
@@ -60,9 +60,8 @@ class TargetHead:
 class UnrollLoss:
     """The loss of a pack.
 
-    loss: [] weighted sum over pairs, at least float32, with gradient. per_step: [I] sum over each step's
-    valid slots, without weights and gradient. argmax: [I, S] int64, the draft's first choices as target token
-    ids.
+    loss: [] weighted sum over pairs, at least float32, with gradient. per_step: [I] unweighted sum over each
+    step's valid slots, without gradient. argmax: [I, S] int64, of the draft, as target token ids.
     """
 
     loss: Tensor
@@ -71,7 +70,7 @@ class UnrollLoss:
 
 
 def chunk_slots(vocab_size: int, device: torch.device) -> int:
-    """Slots whose logits are made at once."""
+    """Slots whose logits are computed at once."""
     return max(16, CHUNK_ELEMENTS.get(device.type, 1 << 22) // vocab_size)
 
 
@@ -88,9 +87,7 @@ def unroll_loss(
     Args:
         states: [I, S, H] normed draft states (Eagle3Draft.forward), compute dtype.
         head: [K, H] draft head, float32 or the compute dtype.
-        batch: pack; `valid` says which pairs count.
-        target: the target's head.
-        weights: [I, S] float32 weight of every pair; pairs that are not valid must have 0.
+        weights: [I, S] float32 weight of every pair, 0 where it is not valid.
         lk_eta: None for kl, η for lk_hybrid.
     """
     last = target.normed(batch.last)
@@ -108,15 +105,14 @@ def coverage(last: Tensor, target: TargetHead) -> Tensor:
         last: [S, H] normed last hidden states (TargetHead.normed).
 
     Returns:
-        [S] at least float32; 1 where the draft vocabulary is the target's.
+        [S] at least float32; ones if the draft has the target's whole vocabulary.
     """
     wide = torch.promote_types(last.dtype, torch.float32)
     covered = torch.ones(len(last), device=last.device, dtype=wide)
     if len(target.rows) == len(target.head):
         return covered
-    for chunk in torch.arange(len(last), device=last.device).split(
-        chunk_slots(len(target.head), last.device)
-    ):
+    slots = torch.arange(len(last), device=last.device)
+    for chunk in slots.split(chunk_slots(len(target.head), last.device)):
         x = last[chunk]
         inside, everything = (
             torch.logsumexp((x @ rows.T).to(wide), -1) for rows in (target.rows, target.head)
@@ -127,11 +123,7 @@ def coverage(last: Tensor, target: TargetHead) -> Tensor:
 
 @dataclass(frozen=True)
 class _Labels:
-    """The inputs without gradient.
-
-    last: [S, H] normed last hidden states. rows: [K, H] of the target's head. covered: [S], None for kl.
-    valid, weights: [I, S].
-    """
+    """Inputs without gradient. last: [S, H] normed. rows: [K, H]. covered: [S]. valid, weights: [I, S]."""
 
     last: Tensor
     rows: Tensor
@@ -142,7 +134,7 @@ class _Labels:
 
 
 class HeadLoss(torch.autograd.Function):
-    """Chunked head, softmax and loss; backward only scales the gradients that forward made."""
+    """Chunked head, softmax and loss; forward computes the gradients, backward only scales them."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -158,7 +150,7 @@ class HeadLoss(torch.autograd.Function):
         loss = torch.zeros((), device=device, dtype=wide)
         choice = torch.zeros(num_steps, num_slots, dtype=torch.int64, device=device)
         size = min(chunk_slots(len(head), device), max(num_slots, 1))
-        # One set of buffers for all chunks: on a CPU fresh pages cost more than the arithmetic on them.
+        # All chunks share one set of buffers: on a CPU fresh pages cost more than the arithmetic on them.
         shape = (size + num_steps - 1, len(head))
         target_logits, p, logits, q = (torch.empty(shape, device=device, dtype=wide) for _ in range(4))
         for a in range(0, num_slots, size):
@@ -166,7 +158,7 @@ class HeadLoss(torch.autograd.Function):
             last = labels.last[a : min(b + num_steps - 1, num_slots)]
             neg_entropy = _target_softmax(_logits(last, labels.rows, target_logits), p)
             for i in range(num_steps):
-                # The last slots of a pack have no last[s + i]: they are not valid at that step.
+                # The last slots of a pack have no last[s + i] and are not valid at step i.
                 end = min(b, num_slots - i)
                 if end <= a:
                     break
@@ -198,7 +190,7 @@ class HeadLoss(torch.autograd.Function):
 def _add_gradients(
     grad: Tensor, x: Tensor, weights: Tensor, head: Tensor, d_x: Tensor | None, d_head: Tensor | None
 ) -> None:
-    """Set d_x [C, H] and add to d_head [K, H]; grad [C, K] is that of the logits, weights [C], x [C, H]."""
+    """Set d_x [C, H] and add to d_head [K, H], from grad [C, K] of the logits, weights [C], x [C, H]."""
     if d_x is not None:
         d_x.copy_((grad @ head) * weights[:, None])
     if d_head is not None:
@@ -207,13 +199,13 @@ def _add_gradients(
 
 
 def _logits(x: Tensor, head: Tensor, buffer: Tensor) -> Tensor:
-    """x [C, H] times head [K, H], in the buffer's dtype and memory."""
+    """x [C, H] @ head [K, H].T in the buffer's dtype and memory."""
     out = buffer[: len(x)]
     return torch.mm(x, head.T, out=out) if x.dtype == out.dtype else out.copy_(x @ head.T)
 
 
 def _target_softmax(logits: Tensor, p: Tensor) -> Tensor:
-    """Fill the head of p with softmax(logits) [C, K]; returns Σ p log p [C]."""
+    """Write softmax(logits) [C, K] into the first rows of p; returns Σ p log p [C]."""
     p = p[: len(logits)]
     top = logits.amax(-1)
     torch.softmax(logits, -1, out=p)
@@ -224,7 +216,7 @@ def _target_softmax(logits: Tensor, p: Tensor) -> Tensor:
 def _kl_and_gradient(
     logits: Tensor, p: Tensor, neg_entropy: Tensor, q: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """KL(p, softmax(logits)) [C], the argmax [C], and q - p [C, K] in the memory of q."""
+    """KL(p, softmax(logits)) [C], argmax of the logits [C], and q - p [C, K] in q's memory."""
     q = q[: len(logits)]
     top, choice = logits.max(-1)
     torch.softmax(logits, -1, out=q)
@@ -234,7 +226,7 @@ def _kl_and_gradient(
 
 
 def _lk_hybrid(kl: Tensor, kl_grad: Tensor, p: Tensor, covered: Tensor, eta: float) -> tuple[Tensor, Tensor]:
-    """Blend the total variation into KL [C] and its gradient q - p [C, K]; see the module docstring."""
+    """lk_hybrid loss [C] and gradient [C, K] from KL [C] and its gradient q - p [C, K]."""
     q = kl_grad + p
     below = q < p * covered[:, None]
     alpha = torch.where(below, q, p * covered[:, None]).sum(-1)

@@ -1,9 +1,9 @@
-"""The draft: fc over the target's aux states, one decoder layer (Llama's or Qwen3's), norm, head.
+"""The draft: fc over the target's aux states, one Llama or Qwen3 decoder layer, norm, head.
 
-Parameter names are those of the exported checkpoint. The layer follows vLLM's `llama_eagle3.py` and
+The exported checkpoint has the same parameter names. The layer follows vLLM's `llama_eagle3.py` and
 `qwen3_eagle3.py`:
 
-    g = fc(aux)                       first step; later steps feed the state below back instead
+    g = fc(aux)                       at step 0; later the state that the step before fed back
     e = RMS_in(embed);  n = RMS_hidden(g);  r = n if norm_before_residual else g
     r = r + Attention([e; n]);  pre = r + MLP(RMS_post(r));  logits = lm_head(RMS_norm(pre))
     fed back: pre, or its norm
@@ -30,9 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class RotaryTable(nn.Module):
-    """RoPE of a Hugging Face config, scaled kinds included unless they depend on the length; angles in
-    float32.
-    """
+    """RoPE of a Hugging Face config, angles in float32; scaling must not depend on the length."""
 
     def __init__(self, layer: dict[str, Any]) -> None:
         super().__init__()
@@ -44,7 +42,7 @@ class RotaryTable(nn.Module):
         self.scaling = float(table.attention_scaling)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x [L, heads, D] at integer positions [L]; halves are paired as in Llama."""
+        """Rotate x [L, heads, D] at integer positions [L]; pairs are Llama's (i, i + D/2)."""
         angles = positions.float()[:, None] * self.get_buffer("inv_freq").float()
         angles = torch.cat([angles, angles], -1)[:, None]
         cos, sin = (angles.cos() * self.scaling).to(x.dtype), (angles.sin() * self.scaling).to(x.dtype)
@@ -71,7 +69,7 @@ class DraftAttention(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, rope: RotaryTable, cache: UnrollCache, queries: Tensor | None
     ) -> Tensor:
-        """x [L, 2H], the rest as in DraftLayer -> [S, H]."""
+        """x [L, 2H] -> [S, H]; other arguments as in DraftLayer."""
         keys = rope(self.k_norm(self.k_proj(x).view(-1, self.num_groups, self.size)), positions)
         cache.append(keys, self.v_proj(x).view(-1, self.num_groups, self.size))
         if queries is not None:
@@ -125,8 +123,8 @@ class DraftLayer(nn.Module):
             embedding: [L, H] of the tokens fed; L is T at step 0, S later.
             hidden: [L, H] fc's output at step 0, the state fed back later.
             positions: [L] int64, RoPE positions.
-            cache: gets the keys and values of these L positions.
-            queries: [S] int64, which of them attend; None for all.
+            cache: the layer appends the keys and values of these L positions.
+            queries: [S] int64 indices of the positions that attend; None for all.
 
         Returns:
             [S, H] states before the final norm.
@@ -142,7 +140,7 @@ class DraftLayer(nn.Module):
 
 
 class Eagle3Draft(nn.Module):
-    """All tensors of a draft, and its unroll. The target's embedding is a buffer: not trained, not saved."""
+    """A draft and its unroll. The target's embedding is a buffer: neither trained nor saved."""
 
     def __init__(self, config: DraftConfig, embedding: Tensor) -> None:
         super().__init__()
@@ -164,21 +162,20 @@ class Eagle3Draft(nn.Module):
     def forward(self, batch: PackedBatch, visible: VisibleKeys | None = None) -> Tensor:
         """The unroll (training-time test): I steps as serving runs them, on supervised slots only.
 
-        Step 0 gives every position a key and a value, and supervised slots a query. Step i feeds slot p the
-        token t[p + 1 + i] and its own state of step i - 1, at RoPE position p + i, and adds one key and value
-        that only slot p sees.
+        Step 0 computes a key and a value of every position, and a query of supervised slots. Step i feeds
+        slot p the token t[p + 1 + i] and its own state of step i - 1, at RoPE position p + i, and adds a key
+        and a value that only slot p sees.
 
         Args:
-            batch: S supervised slots, I steps.
-            visible: what the slots see, where the caller has worked it out from the pack on the CPU already.
+            visible: VisibleKeys of the batch; None computes them.
 
         Returns:
-            [I, S, H] normed states: lm_head of entry [i, s] are the logits for batch.labels()[i, s]. Entries
-            that are not batch.valid are finite and meaningless.
+            [I, S, H] normed states: lm_head of entry [i, s] gives the logits for batch.labels()[i, s].
+            Entries that are not batch.valid are finite and meaningless.
         """
         layer, slots = self.layers[0], batch.slots
         cache = UnrollCache(visible or VisibleKeys.from_batch(batch, slots.device))
-        # The last position of a row gets a foreign token; no slot of the row sees its key.
+        # A row's last position gets the next row's first token; no slot of the row sees its key.
         next_ids = batch.token_ids.roll(-1)
         hidden = self.combine_aux(batch.aux)
         pre = layer(self.embed(next_ids), hidden, batch.positions, self.rope, cache, queries=slots)
@@ -195,7 +192,7 @@ class Eagle3Draft(nn.Module):
         return F.embedding(token_ids, self.embedding)  # type: ignore[arg-type]
 
     def combine_aux(self, aux: Tensor) -> Tensor:
-        """aux [L, A, H] -> fc output [L, H]; computed in the draft's dtype."""
+        """aux [L, A, H] -> fc output [L, H] in the draft's dtype."""
         x = self.input_norm(aux.to(self.fc.weight.dtype).flatten(1))
         if len(self.fc_norm):
             parts = x.view(len(x), len(self.fc_norm), -1).unbind(1)
@@ -207,15 +204,11 @@ class Eagle3Draft(nn.Module):
 def init_draft(
     config: DraftConfig, target: TargetTensors, target_ids: Tensor, cfg: TrainConfig
 ) -> Eagle3Draft:
-    """Build a draft ready to train.
+    """Initialize a draft whose draft vocabulary has the target ids [K] int64.
 
-    Matrices are normal with the target's initializer_range, norms are ones, the head starts from the target's
-    rows of the draft vocabulary (cfg.head random: normal too). The last norm does not start from the
-    target's, whose gain can be far from one: on SmolLM2 a run that did began at 25 nats a step, one from ones
-    at 12 (other settings differed too).
-
-    Args:
-        target_ids: [K] int64 target ids of the draft vocabulary.
+    Matrices are normal with the target's initializer_range, norms are ones, and the head copies the target's
+    rows unless cfg.head is random. The final norm does not copy the target's, whose gain can be far from one:
+    on SmolLM2 the loss then began at 25 nats a step, from ones at 12 (other settings differed too).
     """
     generator = torch.Generator().manual_seed(cfg.seed)
     draft = Eagle3Draft(config, target.embedding)
@@ -231,11 +224,7 @@ def init_draft(
 
 
 def load_exported(export_dir: str | Path, embedding: Tensor) -> tuple[Eagle3Draft, Tensor]:
-    """Read a draft in the Speculators format, in float32 whatever it is stored in.
-
-    Args:
-        export_dir: directory that export.py or initial.py wrote: its config.json leaves nothing to defaults.
-        embedding: [V, H] the target's input embedding; one that the draft brings itself is left out.
+    """Read a draft that export.py or initial.py wrote, in float32, on the target's embedding [V, H].
 
     Returns:
         The draft, and the target ids [K] int64 of its vocabulary, ascending.
@@ -247,7 +236,7 @@ def load_exported(export_dir: str | Path, embedding: Tensor) -> tuple[Eagle3Draf
     tensors = {plain_name(name): t for name, t in load_file(Path(export_dir) / "model.safetensors").items()}
     own = tensors.pop("embed_tokens.weight", None)
     if own is not None and not torch.equal(own.float(), embedding.cpu().to(own.dtype).float()):
-        message = "%s has an embedding of its own that differs from the target's; the target's is used"
+        message = "%s has its own embedding, which differs from the target's; the target's is used"
         logger.warning(message, export_dir)
     draft = Eagle3Draft(config, embedding)
     draft.load_state_dict({name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}, strict=True)

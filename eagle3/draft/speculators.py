@@ -1,4 +1,4 @@
-"""The Speculators format: settings with their defaults filled in, tensors by name and shape."""
+"""The Speculators format: settings with their defaults, tensors by name and shape."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-# What vLLM takes where a file is silent (transformers_utils/configs/speculators/algos.py). Speculators' own
-# default of norm_before_residual is False, but it always writes the flag; a file without it was made by hand,
-# for vLLM.
+# vLLM's defaults of absent flags (transformers_utils/configs/speculators/algos.py). Speculators' own default
+# of norm_before_residual is False, but Speculators always writes it: a file without it was made for vLLM.
 FLAG_DEFAULTS = {
     "norm_before_residual": True,
     "norm_before_fc": False,
@@ -19,30 +18,26 @@ FLAG_DEFAULTS = {
 }
 FLAGS = tuple(FLAG_DEFAULTS)
 
-# What vLLM builds the layer of an EAGLE-3 draft from (its eagle3_arch_map, same file).
+# Layers from which vLLM builds an EAGLE-3 draft (eagle3_arch_map, same file).
 LAYER_TYPES = ("llama", "qwen3")
 
-# RoPE whose angles do not depend on max_position_embeddings.
+# RoPE types whose angles do not depend on max_position_embeddings.
 UNBOUNDED_ROPE = ("default", "linear", "llama3")
 
 
 def complete_config(
     content: dict[str, Any], target: dict[str, Any], default_layer_ids: list[int]
 ) -> dict[str, Any]:
-    """Fill in what a config.json leaves to defaults, so that nothing is left to the reader.
+    """Fill in the defaults of a draft's config.json.
 
     Args:
-        content: config.json of a draft.
         target: config.json of its target.
         default_layer_ids: aux layers of a draft that names none.
 
     Returns:
-        The content with every flag, `draft_vocab_size`, `target_hidden_size`, ascending aux layer ids, a
-        whole `transformer_layer_config` of the installed transformers, reaching as far as the target, and the
-        target's architectures.
-
-    Raises:
-        ValueError: if it is not an EAGLE-3 draft in this format.
+        The content with every flag, `draft_vocab_size`, `target_hidden_size`, ascending aux layer ids, the
+        target's architectures, and a `transformer_layer_config` with every key of the installed transformers
+        and, where RoPE allows it, at least the target's max_position_embeddings.
     """
     layer = content.get("transformer_layer_config")
     if content.get("speculators_model_type") != "eagle3" or not isinstance(layer, dict):
@@ -80,7 +75,7 @@ def _complete_layer(layer: dict[str, Any], target: dict[str, Any]) -> dict[str, 
         config: dict[str, Any] = AutoConfig.for_model(**kept).to_dict()
     except (ValueError, TypeError, KeyError) as e:
         raise ValueError(
-            f"transformer_layer_config cannot be read: {e}; give a draft of one llama or qwen3 layer"
+            f"transformer_layer_config cannot be read ({e}); give a draft of one llama or qwen3 layer"
         ) from e
     if (config.get("rope_parameters") or {}).get("rope_type") in UNBOUNDED_ROPE:
         longest = max(config["max_position_embeddings"], target.get("max_position_embeddings", 0))
@@ -89,7 +84,7 @@ def _complete_layer(layer: dict[str, Any], target: dict[str, Any]) -> dict[str, 
 
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that the engine needs for this config.json."""
+    """Name and shape of every tensor that the engine needs for a config.json."""
     layer, num_aux = config["transformer_layer_config"], len(config["eagle_aux_hidden_state_layer_ids"])
     width, inner, heads = layer["hidden_size"], layer["intermediate_size"], layer["num_attention_heads"]
     head_dim = layer.get("head_dim") or width // heads
@@ -122,12 +117,12 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def plain_name(name: str) -> str:
-    """The name that `expected_shapes` uses for a stored tensor: older files call the layer `midlayer`."""
+    """Name of a stored tensor in `expected_shapes`: older files call the layer `midlayer`."""
     return name.replace("midlayer.", "layers.0.")
 
 
 def read_config(draft_dir: str | Path) -> dict[str, Any]:
-    """Read config.json; ValueError names the file."""
+    """Content of config.json."""
     path = Path(draft_dir) / "config.json"
     try:
         content: dict[str, Any] = json.loads(path.read_text())
@@ -137,7 +132,7 @@ def read_config(draft_dir: str | Path) -> dict[str, Any]:
 
 
 def read_shapes(draft_dir: str | Path) -> dict[str, tuple[int, ...]]:
-    """Plain name and shape of every stored tensor, from the file's header; ValueError names the file."""
+    """Plain name and shape of every stored tensor, from the file's header."""
     path = Path(draft_dir) / "model.safetensors"
     try:
         with safe_open(path, framework="pt") as f:
@@ -148,7 +143,7 @@ def read_shapes(draft_dir: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_target_ids(draft_dir: str | Path, draft_vocab_size: int) -> Tensor:
-    """[K] int64: target id of each draft id; the identity where the file maps nothing."""
+    """[K] int64: target id of each draft id; the identity without a d2t."""
     d2t = torch.zeros(draft_vocab_size, dtype=torch.int64)
     with safe_open(Path(draft_dir) / "model.safetensors", framework="pt") as f:
         if "d2t" in f.keys():  # noqa: SIM118 (safe_open is not a mapping)

@@ -1,9 +1,9 @@
-"""Resumable checkpoints: one safetensors file, written atomically, nothing pickled.
+"""Resumable checkpoints: one safetensors file, written atomically, without pickle.
 
-It holds the trained weights and optimizer state in their own precision, the best weights so far, the metrics
-so far and the step; no frozen tensors. The step is the data position (schedule.py is a pure function of data
-and settings), and no random number is drawn after the initialisation: a run that resumes ends with the same
-weights, bit for bit on a CPU.
+It holds the trained weights and optimizer state in their own precision, the best weights, the metrics and the
+step; no frozen tensors. The step is the data position (the schedule is a pure function of data and settings),
+and a run draws no random number after the initialisation: a resumed run ends with the same weights, bit for
+bit on a CPU.
 """
 
 import json
@@ -23,10 +23,10 @@ CHECKPOINT_NAME = "checkpoint.safetensors"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
-    step: optimizer steps done. best: trained weights of the best validation so far, on the CPU, {} before the
-    first. best_length: its acceptance length. metrics: content of the metrics file.
+    step: optimizer steps done. best: trained weights of the best validation, on the CPU, {} before the first.
+    best_length: its acceptance length. metrics: content of the metrics file.
     """
 
     step: int
@@ -47,14 +47,7 @@ def save_checkpoint(
     progress: Progress,
     plan_digest: str,
 ) -> None:
-    """Write everything, atomically.
-
-    Args:
-        plan_digest: Schedule.digest; `load_checkpoint` refuses another one.
-
-    Raises:
-        OSError: if there is no room for it.
-    """
+    """Write a checkpoint atomically; plan_digest is Schedule.digest."""
     names = {id(p): name for name, p in draft.named_parameters()}
     tensors: dict[str, Tensor] = {
         f"draft/{n}": p.detach() for n, p in draft.named_parameters() if p.requires_grad
@@ -77,19 +70,14 @@ def save_checkpoint(
                 os.fsync(f.fileno())
     except (OSError, SafetensorError) as e:
         raise OSError(
-            f"{path} could not be written ({e}); make room on the disk and run again, "
-            "the last checkpoint is sound"
+            f"{path} could not be written ({e}); free disk space and run again: the last checkpoint is intact"
         ) from e
 
 
 def load_checkpoint(
     path: Path, draft: nn.Module, optimizers: dict[str, torch.optim.Optimizer], plan_digest: str
 ) -> Progress:
-    """Restore weights and optimizer state in place.
-
-    Raises:
-        ValueError: if the file is damaged, or belongs to other data or settings.
-    """
+    """Restore weights and optimizer state in place; ValueError unless the file is complete and fits."""
     parameters = dict(draft.named_parameters())
     best: dict[str, Tensor] = {}
     try:

@@ -1,10 +1,9 @@
-"""Chunk files of the packs that are read: local ones are checked in place, remote ones fetched in groups.
+"""Chunk files of the packs to read: local chunks are checked in place, remote ones fetched in groups.
 
-While the packs of one group of chunks (loader.Pack) are read, the chunks of the next are fetched, and those
-of the last are deleted: the disk holds two groups. Where the budget holds all chunks, none is deleted.
-
-Remote chunk 7 is `chunk-0000007-<its sha256>.safetensors` in the cache directory. A later process that finds
-it there uses it and deletes other files of that form. Nothing else in the directory is touched.
+While the loader reads the packs of one group of chunks (loader.Pack), the chunks of the next are fetched and
+those of the previous one deleted, so the disk holds two groups. If the budget holds all chunks, none is
+deleted. Remote chunk 7 is `chunk-0000007-<its sha256>.safetensors` in the cache directory. A later process
+uses it, and deletes other files with such names, but nothing else in the directory.
 """
 
 import logging
@@ -30,47 +29,44 @@ CACHED_NAME = re.compile(r"chunk-\d{7}-[0-9a-f]{64}\.safetensors(\.part)?")
 
 @dataclass(frozen=True)
 class Chunk:
-    """One chunk file of a shard. path: local path or URL. entry: its entry in the manifest."""
+    """A chunk file of a shard. path: local path or URL. entry: its entry in the manifest."""
 
     path: str
     entry: dict[str, Any]
 
     @property
     def is_remote(self) -> bool:
-        """Whether it has to be fetched."""
+        """Whether it must be fetched."""
         return is_remote(self.path)
 
     @property
     def disk_bytes(self) -> int:
-        """What it takes in the cache directory, bytes."""
+        """Its size in the cache directory."""
         return int(self.entry["bytes"]) if self.is_remote else 0
 
 
 class ChunkFiles:
-    """The chunk files of several shards, by number: their place in `chunks`."""
+    """The chunk files of several shards; a chunk's number is its index in `chunks`."""
 
     def __init__(self, chunks: list[Chunk], cache_dir: Path | None = None, cache_bytes: int = 0) -> None:
-        """Nothing is fetched or deleted yet.
+        """Fetches and deletes nothing yet.
 
         Args:
-            chunks: the chunk files.
             cache_dir: directory for remote chunks; no other process may use it.
-            cache_bytes: the most that they may take there, those being fetched included.
-
-        Raises:
-            ValueError: if there are remote chunks and no cache_dir.
+            cache_bytes: limit of their total size there, including those being fetched.
         """
+        has_remote = any(chunk.is_remote for chunk in chunks)
+        if has_remote and not cache_dir:
+            raise ValueError("remote shards need a cache directory, got none; pass cache_dir and cache_bytes")
         self.chunks = chunks
         self.cache_bytes = cache_bytes
         self.checked: set[int] = set()
-        self.cache_dir = cache_dir if any(chunk.is_remote for chunk in chunks) else None
+        self.cache_dir = cache_dir if has_remote else None
         if self.cache_dir:
             self.cache_dir.mkdir(parents=True, exist_ok=True)
-        elif any(chunk.is_remote for chunk in chunks):
-            raise ValueError("remote shards need a cache directory, got none; pass cache_dir and cache_bytes")
 
     def disk_bytes(self, numbers: Iterable[int]) -> int:
-        """What these chunks take in the cache directory together, bytes."""
+        """Total size of these chunks in the cache directory."""
         return sum(self.chunks[number].disk_bytes for number in numbers)
 
     def _path(self, number: int) -> Path:
@@ -81,51 +77,44 @@ class ChunkFiles:
         return self.cache_dir / f"chunk-{number:07d}-{chunk.entry['sha256']}.safetensors"
 
     def delete_all_but(self, kept: Iterable[int]) -> None:
-        """Delete what earlier runs left and, without room for all chunks, the cached ones that are not in
-        `kept`.
-        """
+        """Delete chunks of other runs and, if the budget does not hold all chunks, those not in `kept`."""
         if self.cache_dir is None:
             return
-        every = range(len(self.chunks))
-        numbers = every if self.disk_bytes(every) <= self.cache_bytes else kept
+        all_chunks = range(len(self.chunks))
+        numbers = all_chunks if self.disk_bytes(all_chunks) <= self.cache_bytes else kept
         names = {self._path(number).name for number in numbers if self.chunks[number].is_remote}
         for path in self.cache_dir.iterdir():
             if CACHED_NAME.fullmatch(path.name) and path.name.removesuffix(".part") not in names:
                 path.unlink()
 
     def open(self, number: int, stopped: threading.Event) -> ChunkReader:
-        """Fetch a chunk if it is not there, check it if this process has not yet, and open it.
+        """Fetch a chunk unless it is on disk, check it the first time, and open it.
 
         Raises:
             ValueError: if the chunk is damaged or missing.
             ConnectionError: if the store keeps failing.
-            Stopped: if `stopped` was set meanwhile.
+            Stopped: if `stopped` was set during the fetch.
         """
         chunk, path = self.chunks[number], self._path(number)
         if chunk.is_remote and path.exists():
             try:
                 return self._read(number)
             except ValueError:
-                logger.warning("%s no longer holds %s, fetching it again", path, chunk.path)
+                logger.warning("%s is damaged: fetching %s again", path, chunk.path)
         if chunk.is_remote:
             fetch(chunk, path, stopped)
         return self._read(number)
 
     def _read(self, number: int) -> ChunkReader:
-        chunk, is_checked = self.chunks[number], number in self.checked
+        chunk = self.chunks[number]
+        is_checked = number in self.checked
         reader = ChunkReader(self._path(number), chunk.entry, name=chunk.path, is_checked=is_checked)
         self.checked.add(number)
         return reader
 
 
 def fetch(chunk: Chunk, path: Path, stopped: threading.Event) -> None:
-    """Copy a remote chunk to a local path, atomically.
-
-    Raises:
-        ValueError: if the store has no such file or one of another size.
-        ConnectionError: if the store keeps failing.
-        Stopped: if `stopped` was set meanwhile.
-    """
+    """Copy a remote chunk to a local path atomically; raises as `ChunkFiles.open`."""
 
     def get(part: Path) -> None:
         store, remote_path = fsspec.core.url_to_fs(chunk.path)
@@ -142,8 +131,6 @@ def fetch(chunk: Chunk, path: Path, stopped: threading.Event) -> None:
 
 
 class _StopBetweenBlocks(Callback):  # type: ignore[misc]
-    """Ends a long fetch."""
-
     def __init__(self, stopped: threading.Event) -> None:
         super().__init__()
         self.stopped = stopped
@@ -154,14 +141,12 @@ class _StopBetweenBlocks(Callback):  # type: ignore[misc]
 
 
 class OpenChunks:
-    """The opened chunks of the group that is being read and of the next one. Leaving the context ends all
-    fetching.
+    """The open chunks of the current group (None before the first) and of the next.
 
-    group: the group that is being read, None before the first.
+    needs: chunk numbers of every group, in order of use. Leaving the context ends all fetching.
     """
 
     def __init__(self, files: ChunkFiles, needs: dict[int, list[int]]) -> None:
-        """needs: chunk numbers of every group, in the order of their use."""
         self.files = files
         self.needs = needs
         self.group: int | None = None
@@ -181,16 +166,15 @@ class OpenChunks:
         return self.group is not None and group <= self.group + 1
 
     def enter(self, group: int) -> None:
-        """Close and delete what neither this group nor the next needs, and start to fetch what they need.
+        """Start to fetch the chunks of this group and the next; close and delete all others.
 
-        Args:
-            group: no pack of an earlier one is being read any more.
+        No pack of an earlier group may still be read.
         """
         if group == self.group:
             return
         self.group = group
         kept = [*self.needs.get(group, []), *self.needs.get(group + 1, [])]
-        # Closed first: a file that is still mapped would keep its disk space after its deletion.
+        # Close first: a deleted file that is still mapped keeps its disk space.
         for number in self.opened.keys() - set(kept):
             del self.opened[number]
         self.files.delete_all_but(kept)
@@ -199,5 +183,5 @@ class OpenChunks:
                 self.opened[number] = self.pool.submit(self.files.open, number, self.stopped)
 
     def wait_for(self, number: int) -> ChunkReader:
-        """The reader of a chunk of this group or the next; see `ChunkFiles.open` for what it raises."""
+        """The reader of a chunk of this group or the next; raises as `ChunkFiles.open`."""
         return self.opened[number].result()

@@ -1,9 +1,8 @@
-"""Training in processes of its own: one, or torchrun with one for each GPU; why they ended.
+"""Run training in child processes, one or (by torchrun) one per GPU, and raise the reason of their end.
 
-A trainer that is told to stop (SIGTERM, Ctrl-C) finishes its step, saves and ends with PREEMPTED_CODE. A
-permanent error, such as bad data, bad settings or too little memory, ends it with REFUSED_CODE and the
-message in refused-<rank>.txt. After a lost rank or store (message in failed-<rank>.txt), or a kill, another
-try may succeed.
+On SIGTERM or Ctrl-C a trainer finishes its step, saves and exits with PREEMPTED_CODE. On a permanent error,
+such as bad data, bad settings or too little memory, it exits with REFUSED_CODE and writes its message to
+refused-<rank>.txt. After a kill, or a lost rank or store (message in failed-<rank>.txt), a retry may succeed.
 """
 
 import logging
@@ -31,16 +30,16 @@ JOB_NAME, LOCK_NAME, PREEMPTED_NAME = "job.json", "trainer.lock", "preempted"
 
 
 class Preempted(TransientError):
-    """The trainer was told to stop and saved a checkpoint first; the same job resumes from it."""
+    """The trainer received a stop signal and saved a checkpoint; the same job resumes from it."""
 
 
 class TrainJob(BaseModel):
-    """Everything a training process needs.
+    """Inputs and settings of a training process.
 
     shard_dirs: hidden-state shards in order, local directories or fsspec URLs. vocab_path: vocab.safetensors.
-    target_dir: the target's files; embedding, final norm and head are read. layer_ids: aux layers of the
-    shards, ascending. out_dir: gets draft.safetensors, draft.json, metrics.jsonl; a run resumes from the
-    checkpoint in it. init_dir: a draft in the Speculators format to start from, "" for none.
+    target_dir: the target's files. layer_ids: aux layers of the shards, ascending. out_dir: for
+    draft.safetensors, draft.json, metrics.jsonl and the checkpoint from which a run resumes. init_dir: a
+    draft in the Speculators format to start from, "" for none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,16 +56,13 @@ class TrainJob(BaseModel):
 def train_in_processes(
     job: TrainJob, on_progress: Callable[[], None] = lambda: None, every_s: float = 15.0
 ) -> None:
-    """Run a job to its end.
-
-    Args:
-        on_progress: called every `every_s` seconds and at the end, however it ends.
+    """Run a job; on_progress is called every `every_s` seconds and at the end, also of a failed job.
 
     Raises:
-        ValueError: another try would end the same way; with the trainer's message.
-        Preempted: after a SIGTERM, when the trainer has saved what it had; run the job again.
+        ValueError: a permanent error, with the trainer's message.
+        Preempted: after a SIGTERM, when the trainer has saved; run the job again.
         KeyboardInterrupt: after Ctrl-C, when the trainer has saved.
-        RankDied: the trainer died; its last checkpoint is sound.
+        RankDied: the trainer died; its last checkpoint is intact.
     """
     out = Path(job.out_dir)
     out.mkdir(parents=True, exist_ok=True)
@@ -89,38 +85,33 @@ def train_in_processes(
     raise_failure(code, received, out)
     for used in (JOB_NAME, LOCK_NAME):
         (out / used).unlink(missing_ok=True)
-    for left in out.glob("chunks-*"):  # of an attempt with more processes
+    for left in out.glob("chunks-*"):  # of an earlier try with more processes
         shutil.rmtree(left)
 
 
 def raise_failure(code: int, received: set[int], out: Path) -> None:
-    """Raise the reason why the trainer ended, unless its job was done.
-
-    Args:
-        code: its exit code.
-        received: the signals that were forwarded to it.
-    """
+    """Raise why the trainer ended, unless its job is done; `received` are the signals forwarded to it."""
     if signal.SIGINT in received:
         raise KeyboardInterrupt
     # Report refusals first: when one rank refuses, torchrun kills the others, so their exit codes are only
     # consequences.
     refused = _messages(out, "refused")
     if (refused or code == REFUSED_CODE) and signal.SIGTERM not in received:
-        raise ValueError(refused or "training cannot continue; the trainer's own message is above")
+        raise ValueError(refused or "training cannot continue; see the trainer's own message above")
     if code == PREEMPTED_CODE or (out / PREEMPTED_NAME).exists() or (code and signal.SIGTERM in received):
-        raise Preempted(f"training was told to stop; run it again to resume from its checkpoint in {out}")
+        raise Preempted(f"training was stopped; run it again to resume from its checkpoint in {out}")
     if code:
-        message = _messages(out, "failed") or "its own message is above"
+        message = _messages(out, "failed") or "see its own message above"
         raise RankDied(f"the trainer ended with code {code}: {message}; run again to resume from {out}")
 
 
 def _messages(out: Path, kind: str) -> str:
-    """The last messages of the processes, each once."""
+    """The last messages of all processes, without repeats."""
     return "; ".join(dict.fromkeys(path.read_text() for path in sorted(out.glob(f"{kind}-*.txt"))))
 
 
 def count_processes(cfg: TrainConfig) -> int:
-    """Processes to start: as set, else one for each GPU that has a pack in every step, one on a CPU."""
+    """Processes to start: as set, else one per GPU up to the packs of a step, or one on a CPU."""
     import torch
 
     gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
@@ -137,7 +128,7 @@ def _command(job_path: Path, num_processes: int) -> list[str]:
 
 
 def _environment(num_processes: int) -> dict[str, str]:
-    """The caller's, with eagle3 importable, cores shared out, and the caller's pid for run.StopRequest."""
+    """The caller's environment, with eagle3 importable, cores divided, and a pid for run.StopRequest."""
     root = str(Path(__file__).resolve().parents[2])
     added = {LAUNCHER_PID: str(os.getpid()), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S)}
     added["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -148,7 +139,7 @@ def _environment(num_processes: int) -> dict[str, str]:
 
 @contextmanager
 def _forwarding_signals(process: subprocess.Popen[bytes]) -> Iterator[set[int]]:
-    """Forward SIGTERM and SIGINT to the trainer, if this is the main thread; yields those received."""
+    """In the main thread, forward SIGTERM and SIGINT to the trainer; yields those received."""
     received: set[int] = set()
     if threading.current_thread() is not threading.main_thread():
         yield received

@@ -1,4 +1,4 @@
-"""The rows of hidden-state shards, known from the manifests alone, and the reading of packs in order."""
+"""Index the rows of hidden-state shards from their manifests, and read packs in order."""
 
 from collections import deque
 from collections.abc import Generator
@@ -22,7 +22,7 @@ class Pack:
     """Rows that are trained together.
 
     rows: row numbers, at least one. group: number of the group of chunks that holds the rows, counted over
-    all epochs; the last pack of a group may need chunks of the next too.
+    all epochs; the last pack of a group may also need chunks of the next.
     """
 
     rows: list[int]
@@ -32,18 +32,12 @@ class Pack:
 class ShardRows:
     """The rows of several hidden-state shards, numbered in shard order.
 
-    lengths: tokens of every row. sample_ids: their ids. chunk_of: the number of each row's chunk, over all
-    shards. digests: the shards' own. supervised_tokens: over all shards. layer_ids: aux layers of each shard
-    that names them.
+    lengths, sample_ids, chunk_of: tokens, id and chunk number of every row. digests: of every shard.
+    supervised_tokens: of all shards. layer_ids: aux layers of each shard that names them.
     """
 
     def __init__(self, shard_dirs: list[str], cache_dir: Path | None = None, cache_bytes: int = 0) -> None:
-        """Read the manifests.
-
-        Args:
-            shard_dirs: local directories, whose chunks are read in place, or fsspec URLs, whose chunks are
-                fetched.
-            cache_dir, cache_bytes: see ChunkFiles.
+        """Read the manifests of local directories or fsspec URLs.
 
         Raises:
             ValueError: on a shard that is unfinished, damaged or of another format version.
@@ -68,24 +62,20 @@ class ShardRows:
         self.row_in_chunk = [r for chunk in chunks for r in range(len(chunk.entry["lengths"]))]
 
     def chunks_of(self, packs: list[Pack]) -> dict[int, list[int]]:
-        """Numbers of the chunks that the packs of each group need, in the order of their use."""
+        """Numbers of the chunks that the packs of each group need, in order of use."""
         needs: dict[int, dict[int, None]] = {}
         for pack in packs:
             needs.setdefault(pack.group, {}).update(dict.fromkeys(self.chunk_of[row] for row in pack.rows))
         return {group: list(chunks) for group, chunks in needs.items()}
 
     def check_budget(self, packs: list[Pack]) -> None:
-        """Check that the disk budget holds any two groups of chunks that follow one another.
-
-        Raises:
-            ValueError: if it does not; says what it must hold.
-        """
+        """Refuse a disk budget that does not hold every two consecutive groups of chunks."""
         needs = self.chunks_of(packs)
         pairs = [{*chunks, *needs.get(group + 1, [])} for group, chunks in needs.items()]
         needed = max(map(self.files.disk_bytes, pairs), default=0)
         if needed > self.files.cache_bytes:
             raise ValueError(
-                f"two groups of chunks take {needed} bytes, the disk budget of a process is "
+                f"two groups of chunks take {needed} bytes, but the disk budget of a process is "
                 f"{self.files.cache_bytes}; lower train.shuffle_chunks or raise train.disk_budget_bytes"
             )
 
@@ -102,7 +92,7 @@ def _read_any_manifest(shard_dir: str) -> dict[str, Any]:
 
 
 def cut_row(row: HiddenStateRow, max_tokens: int) -> HiddenStateRow:
-    """Keep the first `max_tokens` tokens of a row. The last one has no label, so no last state."""
+    """Keep the first `max_tokens` tokens of a row; the last one has no label, so its last state goes."""
     if len(row.token_ids) <= max_tokens:
         return row
     kept = row.last_positions < max_tokens - 1
@@ -119,15 +109,10 @@ def cut_row(row: HiddenStateRow, max_tokens: int) -> HiddenStateRow:
 def read_packs(
     rows: ShardRows, packs: list[Pack], pack_tokens: int, num_steps: int, pin: bool = False
 ) -> Generator[PackedBatch]:
-    """Read packs in order, the next PACKS_AHEAD in the background while the caller works on this one.
+    """Read packs in order of group, cut rows to pack_tokens, and unroll I = num_steps steps.
 
-    Closing the iterator ends all threads; fetched chunks stay.
-
-    Args:
-        packs: groups ascending.
-        pack_tokens: longer rows are cut to this.
-        num_steps: I.
-        pin: put the tensors into page-locked memory, from which they go to a GPU without waiting.
+    Threads read the next PACKS_AHEAD packs while the caller uses the current one. Closing the generator ends
+    them; fetched chunks stay. `pin` copies tensors into page-locked memory, for asynchronous copies to a GPU.
 
     Raises:
         ValueError: on a damaged chunk, when its first pack is due.
@@ -148,7 +133,7 @@ def read_packs(
     with ExitStack() as stack:
         pool = ThreadPoolExecutor(PACKS_AHEAD, thread_name_prefix="read-packs")
         stack.callback(pool.shutdown, cancel_futures=True)
-        # Entered last, so it ends first: a pack that waits for its chunks ends with them.
+        # Entered last, so it ends first: ending the fetches ends the threads that wait for chunks.
         chunks = stack.enter_context(OpenChunks(rows.files, rows.chunks_of(packs)))
         for pack in packs:
             while ahead and (len(ahead) > PACKS_AHEAD or not chunks.covers(pack.group)):

@@ -1,6 +1,6 @@
 """The training run: shards and vocabulary in, draft out; resumes from its own checkpoint.
 
-make the schedule -> for every step: read its packs, train_step, log, validate, keep the best, checkpoint
+make the schedule -> every step: read its packs, train_step, validate, keep the best, log, checkpoint
 -> draft.safetensors
 """
 
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from eagle3.config.training import TrainConfig
+from eagle3.config.training import DTYPE_ON, TrainConfig
 from eagle3.draft.acceptance import AcceptanceCounts, walk_batch
 from eagle3.draft.batch import PackedBatch
 from eagle3.draft.config import DraftConfig
@@ -54,18 +54,15 @@ def train(
     """Train a draft and write draft.safetensors, draft.json and metrics.jsonl into job.out_dir.
 
     Args:
-        job: inputs and settings; out_dir also holds the checkpoint, from which a run resumes.
-        dist: this process among those that train together.
-        should_stop: asked with the number of steps done before each step.
+        should_stop: called before each step with the number of steps done.
 
     Raises:
         Preempted: when should_stop returned True; a checkpoint has been saved.
         ValueError: on shards, vocabulary, target and initial draft that do not fit together.
-        FloatingPointError: on a non-finite loss or gradient, before it reaches a checkpoint; names the
-            conversations.
+        FloatingPointError: on a non-finite loss or gradient, before it reaches a checkpoint.
     """
     cfg, out = job.cfg, Path(job.out_dir)
-    cache_dir = out / f"chunks-{dist.rank}"  # stays when killed: the next attempt uses what was fetched
+    cache_dir = out / f"chunks-{dist.rank}"  # stays after a kill: the next try uses the fetched chunks
     cache_dir.mkdir(parents=True, exist_ok=True)
     rows = ShardRows(job.shard_dirs, cache_dir, cfg.disk_budget_bytes // dist.size)
     for found in rows.layer_ids:
@@ -90,24 +87,22 @@ def train(
 
 
 def compute_dtype(cfg: TrainConfig, device: torch.device) -> torch.dtype:
-    """What train.dtype means on a device."""
-    is_auto_on_gpu = cfg.dtype == "auto" and device.type == "cuda"
-    return torch.bfloat16 if cfg.dtype == "bfloat16" or is_auto_on_gpu else torch.float32
+    """The dtype that train.dtype means on a device."""
+    name = DTYPE_ON[device.type] if cfg.dtype == "auto" else cfg.dtype
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def make_draft(job: TrainJob, target: TargetTensors, target_ids: Tensor) -> Eagle3Draft:
-    """A new draft for the target, or the one in job.init_dir with its flags; parameters float32.
-
-    Raises:
-        ValueError: if the initial draft has another vocabulary.
-    """
+    """A new float32 draft for the target, or the one in job.init_dir with its own flags."""
     if not job.init_dir:
         config = DraftConfig.from_target(target.config, job.layer_ids, len(target_ids), job.cfg)
         return init_draft(config, target, target_ids, job.cfg)
     draft, ids = load_exported(job.init_dir, target.embedding)
     if not torch.equal(ids, target_ids):
         raise ValueError(
-            f"{job.init_dir} drafts other tokens than {job.vocab_path}; a draft keeps its own vocabulary"
+            f"{job.init_dir} and {job.vocab_path} have different draft vocabularies; an initial draft keeps "
+            "its own, so make the vocabulary from it"
         )
     draft.config = replace(draft.config, target_architectures=target.config.get("architectures") or [])
     draft.lm_head.weight.requires_grad_(job.cfg.head != "target_frozen")
@@ -115,7 +110,7 @@ def make_draft(job: TrainJob, target: TargetTensors, target_ids: Tensor) -> Eagl
 
 
 def identity_of(job: TrainJob, draft: Eagle3Draft, vocab: Vocab) -> str:
-    """Identity of everything but data and settings that decides the result."""
+    """Digest of draft shape, vocabulary and initial weights: the result depends on these too."""
     initial = ""
     if job.init_dir:
         initial = digest_of(*(p.detach().cpu().numpy().tobytes() for p in draft.parameters()))
@@ -123,12 +118,12 @@ def identity_of(job: TrainJob, draft: Eagle3Draft, vocab: Vocab) -> str:
 
 
 class TrainingRun:
-    """A run at some step: weights, optimizers, progress and log, from the checkpoint in `out` if there is
-    one.
-    """
+    """Weights, optimizers, progress and log of a run, restored from the checkpoint in `out` if any."""
 
     def __init__(self, trainer: Trainer, schedule: Schedule, rows: ShardRows, out: Path) -> None:
-        self.trainer, self.cfg, self.dist = trainer, trainer.cfg, trainer.dist
+        self.trainer = trainer
+        self.cfg = trainer.cfg
+        self.dist = trainer.dist
         self.schedule = schedule
         self.rows = rows
         self.out = out
@@ -143,11 +138,7 @@ class TrainingRun:
         self.held_out: list[PackedBatch] = []
 
     def run(self, should_stop: Callable[[int], bool], judge_first: bool) -> None:
-        """Take the steps that are left, then write the draft.
-
-        Args:
-            judge_first: the initial weights may be the best.
-        """
+        """Take the remaining steps, then write the draft; judge_first: the initial weights may be best."""
         done, total = self.progress.step, len(self.schedule.steps)
         message = "%d of %d steps done, %d rows, %d processes, %s"
         logger.info(message, done, total, len(self.rows.lengths), self.dist.size, self.dist.device)
@@ -162,12 +153,12 @@ class TrainingRun:
             for step in range(done, total):
                 if self.dist.any_rank(should_stop(step)):
                     self._stop()
-                # No variable holds the batches: they are freed before the next ones are read.
+                # No variable holds the batches, so they are freed before the next ones are read.
                 self.take_step(*next(packs_of_steps))
         if done < total and not self.log.num_supervised:
             raise ValueError(
                 "no row has two supervised tokens in a row within train.pack_tokens "
-                f"{self.cfg.pack_tokens}, so nothing was learnt; raise it, or look at the loss masks"
+                f"{self.cfg.pack_tokens}, so nothing was learnt; raise it, or check the loss masks"
             )
         if self.dist.rank == 0:
             write_draft(self.draft, self.progress.best if self.cfg.keep == "best" else {}, self.out)
@@ -177,22 +168,18 @@ class TrainingRun:
         self.held_out = list(read_packs(self.rows, packs, self.cfg.pack_tokens, self.cfg.ttt_steps))
         has_slots = self.dist.any_rank(any(len(batch.slots) for batch in self.held_out))
         if self.schedule.validation and not has_slots:
-            message = "the %d held-out packs have no supervised slot: no weights are better than others"
+            message = "the %d held-out packs have no supervised slot, so they cannot rank weights"
             logger.warning(message, len(self.schedule.validation))
 
     def _stop(self) -> None:
         self.save()
-        # Wait until the file is complete: torchrun kills the others soon after the first has ended.
+        # Wait until the file is complete: torchrun kills the other ranks soon after the first exits.
         self.dist.any_rank(False)
         done, total = self.progress.step, len(self.schedule.steps)
         raise Preempted(f"stopped after {done} of {total} steps; run again to resume")
 
     def take_step(self, batches: list[PackedBatch], wait_s: float) -> None:
-        """Train on the packs of the next step; log, validate and save where it is due.
-
-        Args:
-            wait_s: seconds that the packs were waited for.
-        """
+        """Train on the next step's packs, which took wait_s to arrive; validate, log and save when due."""
         for batch in batches:
             self._check_fits(batch)
         started, total = time.process_time(), len(self.schedule.steps)
@@ -201,7 +188,7 @@ class TrainingRun:
         done = self.progress.step + 1
         self.progress = replace(self.progress, step=done)
         values: dict[str, Any] = {name: value for name, value in vars(result).items() if name != "hits"}
-        # On a GPU only where the log is flushed: reading the hits waits for it.
+        # On a GPU only when the log is flushed: reading the hits waits for the GPU.
         if self.log.is_due(done) or self.dist.device.type == "cpu":
             walks = [walk_batch(hits, batch) for hits, batch in zip(result.hits, batches, strict=True)]
             counts = sum(walks, AcceptanceCounts.empty(self.cfg.ttt_steps))
@@ -214,19 +201,19 @@ class TrainingRun:
             self.save()
 
     def _check_fits(self, batch: PackedBatch) -> None:
-        """Refuse another target's states: on a GPU a wrong token ends the process without a message."""
+        """Refuse another target's states: on a GPU an unknown token id kills the process without a message."""
         config, num_tokens = self.draft.config, len(self.draft.get_buffer("embedding"))
         wanted = (len(config.eagle_aux_hidden_state_layer_ids), config.target_hidden_size)
         shape, largest = tuple(batch.aux.shape[1:]), int(batch.token_ids.max())
         if shape != wanted or largest >= num_tokens:
             raise ValueError(
                 f"states of {shape} (aux layers, hidden size) and token ids up to {largest} do not fit a "
-                f"draft of {wanted} and {num_tokens} tokens; "
-                f"rows {batch.sample_ids[0]} … are another target's"
+                f"draft of {wanted} and {num_tokens} tokens; extract row {batch.sample_ids[0]} and its "
+                "neighbours from this target"
             )
 
     def validate(self) -> dict[str, Any]:
-        """Judge the held-out packs; weights whose acceptance length no earlier ones beat are the best."""
+        """Judge the held-out packs; keep the weights if no earlier ones have a longer acceptance length."""
         judged = judge(self.trainer, self.held_out)
         length = judged["validation_acceptance_length"]
         if length >= self.progress.best_length:
@@ -253,10 +240,9 @@ def _show(bar: "tqdm[Any]", line: dict[str, Any]) -> None:
 def step_batches(
     rows: ShardRows, schedule: Schedule, done: int, trainer: Trainer
 ) -> Generator[tuple[list[PackedBatch], float]]:
-    """The parts of this process's packs of every step from `done` on, and the seconds that they took to come.
+    """Yield the parts of this process's packs, and the seconds spent waiting, for every step from `done` on.
 
-    A step that has no pack for this process gets its first without the slots: every process takes part in
-    every step.
+    Every process takes part in every step: if it has no pack, it gets the step's first pack without slots.
     """
     dist, cfg = trainer.dist, trainer.cfg
     part_tokens = PART_TOKENS.get(dist.device.type, cfg.pack_tokens)
@@ -277,7 +263,7 @@ def step_batches(
 
 
 def write_draft(draft: Eagle3Draft, best: dict[str, Tensor], out: Path) -> None:
-    """Write draft.safetensors (every parameter in float32, from `best` where it has it) and draft.json."""
+    """Write draft.json and draft.safetensors: every parameter in float32, those in `best` from there."""
     tensors = {name: p.detach().cpu().contiguous() for name, p in draft.named_parameters()} | best
     with atomic_path(out / DRAFT_WEIGHTS) as part:
         save_file(tensors, part)

@@ -1,7 +1,7 @@
-"""The metrics of a training run: one JSON line a step.
+"""The metrics of a training run: one JSON line per step.
 
-Tensors are read back every FLUSH_EVERY steps only, so that no step waits for a metric. A loss that is not
-finite is found then, at the latest before the next checkpoint, so it never gets into one.
+Tensors are read back every FLUSH_EVERY steps, so that no step waits for a metric, and before each checkpoint:
+a non-finite loss is found before its weights are saved.
 """
 
 import json
@@ -19,18 +19,15 @@ FLUSH_EVERY = 10
 
 
 class MetricLog:
-    """Appends one JSON object a line: step and given values, at flushes also rates, memory and time left.
+    """Appends a JSON line per step: step and given values, at flushes also rates, memory and time left.
 
-    on_flush is called with the newest line, for a progress bar. num_supervised: slots that this process has
-    logged.
+    on_flush: called with the newest line, for a progress bar. num_supervised: slots logged by this process.
     """
 
     def __init__(self, path: Path | None, total_steps: int, done_steps: int, so_far: bytes = b"") -> None:
-        """Begin the file again with the lines of a checkpoint.
+        """Rewrite the file with the lines `so_far` of a checkpoint up to done_steps.
 
-        Args:
-            path: None in every process but the first.
-            so_far: lines of the checkpoint; those after done_steps are left out.
+        path: None in every process but the first.
         """
         if path is not None:
             lines = [line for line in so_far.decode().splitlines() if line]
@@ -54,8 +51,7 @@ class MetricLog:
 
         Args:
             rows: sample ids that this process trained on in the step.
-            values: loss and gradient_norm of the step, own_loss of this process, tokens, supervised, wait_s,
-                and any others.
+            values: at least loss, gradient_norm, own_loss (of this process), tokens, supervised, wait_s.
         """
         due = self.is_due(step)
         self.pending.append({"step": step, **values})
@@ -64,11 +60,7 @@ class MetricLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is queued.
-
-        Raises:
-            FloatingPointError: if a loss or gradient was not finite; names the step and the conversations.
-        """
+        """Write the queue; FloatingPointError names step and conversations of a non-finite loss or gradient."""
         if not self.pending:
             return
         lines: list[dict[str, Any]] = [
@@ -99,7 +91,7 @@ class MetricLog:
         }
 
     def text(self) -> bytes:
-        """What has been written so far."""
+        """Content of the file."""
         return self.path.read_bytes() if self.path is not None else b""
 
 
@@ -109,19 +101,19 @@ def _check_finite(line: dict[str, Any], own_loss: float, rows: list[str]) -> Non
     is_own = not math.isfinite(own_loss) or math.isfinite(line["loss"])
     raise FloatingPointError(
         f"step {line['step']}: loss {line['loss']}, gradient norm {line['gradient_norm']} on "
-        f"{f'conversations {rows}' if is_own else 'rows of another process'}; look at their states, or lower "
-        "train.learning_rate; the last checkpoint is sound"
+        f"{f'conversations {rows}' if is_own else 'rows of another process'}; check their states, or lower "
+        "train.learning_rate; the last checkpoint is intact"
     )
 
 
 def peak_memory_bytes() -> int:
-    """Most memory that this process has held: of the GPU where one is used, else resident."""
+    """Peak memory of this process: GPU memory if it uses a GPU, else resident memory."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All complete lines of a metrics file; the last one of a file that is being written may be cut."""
+    """All complete lines of a metrics file; a trainer may still be writing the last one."""
     with open(path) as f:
         return [json.loads(line) for line in f if line.endswith("\n")]

@@ -1,4 +1,4 @@
-"""Optimizers and their learning rate, which is a pure function of the step."""
+"""Optimizers and their learning rate, a pure function of the step."""
 
 import math
 
@@ -9,7 +9,7 @@ from eagle3.config.training import TrainConfig
 
 
 def learning_rate_factor(step: int, total_steps: int, cfg: TrainConfig) -> float:
-    """Share of the peak rate at `step` (from 0): linear warm-up, then cfg.schedule."""
+    """Learning rate at `step` (from 0) over its peak: linear warm-up, then cfg.schedule."""
     warmup = max(1, round(total_steps * cfg.warmup_share))
     if step < warmup:
         return (step + 1) / warmup
@@ -25,9 +25,9 @@ def make_optimizers(draft: nn.Module, cfg: TrainConfig) -> dict[str, torch.optim
     Each parameter group has its peak rate as `peak_lr`; `set_learning_rate` scales it.
     """
     trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
-    matrices = {name: p for name, p in trained.items() if p.dim() == 2 and "lm_head" not in name}
-    if cfg.optimizer != "muon":
-        matrices = {}
+    matrices = {}
+    if cfg.optimizer == "muon":
+        matrices = {name: p for name, p in trained.items() if p.dim() == 2 and "lm_head" not in name}
     rest = [p for name, p in trained.items() if name not in matrices]
     optimizers: dict[str, torch.optim.Optimizer] = {
         "adamw": torch.optim.AdamW(
@@ -51,7 +51,7 @@ def make_optimizers(draft: nn.Module, cfg: TrainConfig) -> dict[str, torch.optim
 def set_learning_rate(
     optimizers: dict[str, torch.optim.Optimizer], step: int, total_steps: int, cfg: TrainConfig
 ) -> float:
-    """Set every group's rate to its share of the peak; returns AdamW's."""
+    """Set every parameter group's learning rate; returns AdamW's."""
     factor = learning_rate_factor(step, total_steps, cfg)
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:

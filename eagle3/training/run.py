@@ -26,7 +26,7 @@ from eagle3.training.loop import train
 
 
 class StopRequest:
-    """Whether this process was told to stop, or the one that started it died; asked before every step."""
+    """True after a stop signal, or once the process that started this one died; called before every step."""
 
     def __init__(self) -> None:
         self.received = False
@@ -42,7 +42,7 @@ class StopRequest:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process runs: one that is dead but not yet reaped does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -54,16 +54,12 @@ def _is_alive(pid: int) -> bool:
 
 @contextmanager
 def only_trainer(out: Path, stop: StopRequest) -> Iterator[None]:
-    """Wait until no other trainer writes into the directory: one whose caller was killed may still save.
-
-    Raises:
-        Preempted: if told to stop meanwhile.
-    """
+    """Wait until no other trainer writes into the directory: one whose launcher was killed may still save."""
     if (lock := try_lock(out / LOCK_NAME)) is None:
         logging.info("waiting for another trainer in %s", out)
     while lock is None:
         if stop(0):
-            raise Preempted("stopped while another trainer was at work")
+            raise Preempted("stopped while waiting for another trainer")
         time.sleep(0.5)
         lock = try_lock(out / LOCK_NAME)
     try:
@@ -74,13 +70,13 @@ def only_trainer(out: Path, stop: StopRequest) -> Iterator[None]:
 
 
 def main(job_path: str) -> int:
-    """Train; the exit code tells launch.py how it ended."""
+    """Train; launch.raise_failure reads the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     stop = StopRequest()
     job = TrainJob.model_validate_json(Path(job_path).read_text())
     out = Path(job.out_dir)
     rank = int(os.environ.get("RANK", "0"))
-    # The other ranks wait in init_distributed for the first, so they write nothing before it holds the lock.
+    # In init_distributed the other ranks wait for the first, so they write nothing before it holds the lock.
     try:
         with only_trainer(out, stop) if rank == 0 else nullcontext():
             train(job, init_distributed(job.cfg.device), stop)
@@ -89,7 +85,7 @@ def main(job_path: str) -> int:
             (out / PREEMPTED_NAME).touch()
         return PREEMPTED_CODE
     except Exception as e:
-        # OSErrors too: the next pod may have room on its disk.
+        # Retry after any OSError: the next pod may have more disk space.
         may_retry = isinstance(e, OSError) or is_transient(e)
         logging.exception("training failed" if may_retry else "training cannot continue")
         with suppress(OSError):
@@ -101,9 +97,7 @@ def main(job_path: str) -> int:
 
 
 def _message(error: Exception) -> str:
-    """What the caller reads: our own messages unchanged, others with their class, a remedy if memory is
-    short.
-    """
+    """Our own messages unchanged, others with their class; with a remedy if memory ran out."""
     is_ours = isinstance(error, ValueError | FloatingPointError | OSError)
     text = str(error) if is_ours else f"{type(error).__name__}: {error}"
     if is_out_of_memory(error):

@@ -1,8 +1,8 @@
 """One optimizer step over the packs of all processes, and the acceptance of held-out packs.
 
 The loss of a step is the sum of step weight · slot weight · loss over every valid (slot, step) pair of all
-its packs, divided by the sum of the slot weights: a step is the same however its packs are dealt out.
-Gradients are summed first and divided last, so no process needs to know the others' packs beforehand; one
+its packs, divided by the sum of the slot weights. So it does not matter which process gets which pack.
+Gradients are summed first and divided last: no process needs to know the others' packs beforehand. A process
 without supervised slots adds zeros.
 """
 
@@ -25,9 +25,9 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.training.distributed import DistContext
 from eagle3.training.optimizer import make_optimizers
 
-# Tokens of a part: a pack is worked on in parts of whole rows, whose gradients add up. On a CPU larger parts
-# cost more: 490 tokens per CPU-second with 4,096 or 8,192 tokens, 431 with 16,384, 392 with 32,768 (width
-# 576, half supervised).
+# A pack is divided into parts of whole rows with at most this many tokens; their gradients are summed. Larger
+# parts are slower on a CPU: 490 tokens per CPU-second with parts of 4,096 or 8,192 tokens, 431 with 16,384,
+# 392 with 32,768 (width 576, half supervised).
 PART_TOKENS = {"cpu": 4096}
 
 
@@ -50,8 +50,8 @@ class Objective(nn.Module):
     def forward(self, batch: PackedBatch, visible: VisibleKeys, slot_weights: Tensor) -> UnrollLoss:
         """The loss of a pack; slot_weights: [S] float32."""
         weights = batch.valid * self.step_weights[:, None] * slot_weights
-        states, head = self.states(batch, visible), self.draft.lm_head.weight
-        return unroll_loss(states, head, batch, self.target, weights, self.lk_eta)
+        states = self.states(batch, visible)
+        return unroll_loss(states, self.draft.lm_head.weight, batch, self.target, weights, self.lk_eta)
 
     def states(self, batch: PackedBatch, visible: VisibleKeys) -> Tensor:
         """[I, S, H] normed draft states in `dtype`."""
@@ -62,7 +62,7 @@ class Objective(nn.Module):
 
 
 class Trainer:
-    """What every step works on. parallel: the objective, wrapped if there are several processes."""
+    """Objective and optimizers. parallel: the objective, wrapped if there are several processes."""
 
     def __init__(self, objective: Objective, dist: DistContext, cfg: TrainConfig) -> None:
         self.objective = objective
@@ -76,11 +76,11 @@ class Trainer:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came of a step, as tensors on the device.
+    """Metrics of a step, as tensors on the device.
 
-    Of the whole step: loss [] and gradient_norm []; loss_by_step and accuracy_by_step [I] over valid slots;
-    label_coverage [], share of step-0 labels inside the draft vocabulary; supervised and tokens, numbers of
-    slots and tokens. Of this process: own_loss [], and hits, [I, S] bool of each part.
+    Over all processes: loss [], gradient_norm []; loss_by_step, accuracy_by_step [I] over valid slots;
+    label_coverage [], share of step-0 labels inside the draft vocabulary; supervised [] and tokens [], numbers
+    of slots and tokens. Of this process: own_loss []; hits, [I, S] bool of each part.
     """
 
     loss: Tensor
@@ -95,14 +95,11 @@ class StepResult:
 
 
 def train_step(trainer: Trainer, batches: list[PackedBatch]) -> StepResult:
-    """Take one optimizer step.
-
-    Args:
-        batches: the parts of this process's packs, on the CPU, at least one.
-    """
+    """Take one optimizer step on the parts of this process's packs, at least one, on the CPU."""
     for optimizer in trainer.optimizers.values():
         optimizer.zero_grad(set_to_none=True)
-    device, sums = trainer.dist.device, dict[str, Tensor]()
+    device = trainer.dist.device
+    sums = dict[str, Tensor]()
     losses, all_hits = [], []
     for number, batch in enumerate(batches):
         slot_weights, weight_sum = batch.slot_weights(trainer.cfg.averaging)
@@ -134,10 +131,10 @@ def train_step(trainer: Trainer, batches: list[PackedBatch]) -> StepResult:
 
 
 def update_weights(trainer: Trainer, weight_sum: Tensor) -> Tensor:
-    """Divide the gradients by the step's sum of slot weights, clip and apply them; returns their norm."""
+    """Divide the gradients by the step's sum of slot weights, clip them and step; returns their norm."""
     trained = [p for p in trainer.objective.parameters() if p.requires_grad]
     gradients = [p.grad for p in trained if p.grad is not None]
-    # Data parallelism has averaged over the processes.
+    # DistributedDataParallel has averaged over the processes.
     torch._foreach_mul_(gradients, trainer.dist.size / weight_sum.clamp(min=1))
     norm = torch.nn.utils.clip_grad_norm_(trained, trainer.cfg.max_grad_norm)
     for optimizer in trainer.optimizers.values():
@@ -151,7 +148,7 @@ def _part_sums(
     """Float64 sums over a part: [] each, or [I] for those by step."""
 
     def filled(number: int) -> Tensor:
-        # Filled on the device: a copy from the host would wait for it.
+        # torch.full runs on the device; a copy from the host would wait for it.
         return torch.full((), number, dtype=torch.float64, device=hits.device)
 
     return {
@@ -172,15 +169,15 @@ def _no_sync(module: nn.Module) -> AbstractContextManager[None]:
 
 @torch.no_grad()
 def judge(trainer: Trainer, batches: Iterable[PackedBatch]) -> dict[str, Any]:
-    """Acceptance of held-out packs by the walk over the teacher-forced unroll, over all processes, k = I.
+    """Acceptance of the held-out packs of all processes, by the walk with k = I.
 
-    Returns:
-        validation_acceptance_length, validation_acceptance_by_position, and validation_coverage: the target's
-            mean probability
-        mass inside the draft vocabulary.
+    validation_coverage is the target's mean probability mass inside the draft vocabulary.
     """
-    objective, device = trainer.objective, trainer.dist.device
-    counts, mass, slots = AcceptanceCounts.empty(trainer.cfg.ttt_steps), 0.0, 0
+    objective = trainer.objective
+    device = trainer.dist.device
+    counts = AcceptanceCounts.empty(trainer.cfg.ttt_steps)
+    mass = 0.0
+    slots = 0
     head = objective.draft.lm_head.weight.to(objective.dtype)
     for batch in batches:
         moved = batch.to(device)
@@ -189,15 +186,14 @@ def judge(trainer: Trainer, batches: Iterable[PackedBatch]) -> dict[str, Any]:
         counts += walk_batch(hits.cpu(), batch)
         mass += float(coverage(objective.target.normed(moved.last), objective.target).sum())
         slots += len(batch.slots)
-    own: dict[str, Any] = {"rounds": counts.rounds, "accepted": counts.accepted_by_position}
-    own |= {"mass": mass, "slots": slots}
+    own = {"counts": [counts.rounds, *counts.accepted_by_position], "coverage": [mass, slots]}
     sums = {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in own.items()}
-    total: dict[str, Any] = {
-        name: value.tolist() for name, value in trainer.dist.sum_over_ranks(sums).items()
-    }
-    counts = AcceptanceCounts(int(total["rounds"]), tuple(map(int, total["accepted"])))
+    total = trainer.dist.sum_over_ranks(sums)
+    rounds, *accepted = map(int, total["counts"].tolist())
+    counts = AcceptanceCounts(rounds, tuple(accepted))
+    mass, slots = total["coverage"].tolist()
     return {
         "validation_acceptance_length": counts.acceptance_length,
         "validation_acceptance_by_position": counts.by_position,
-        "validation_coverage": total["mass"] / max(1, total["slots"]),
+        "validation_coverage": mass / max(1, slots),
     }

@@ -107,7 +107,7 @@ def test_the_flex_form_equals_a_slow_loop(
     monkeypatch: pytest.MonkeyPatch, num_own: int, slots: list[int]
 ) -> None:
     monkeypatch.setattr(attention, "FLEX_BLOCK", 4)
-    monkeypatch.setattr(attention, "_flex", lambda: dense_flex)
+    monkeypatch.setattr(attention, "compiled_flex_attention", lambda: dense_flex)
     g = torch.Generator().manual_seed(0)
     starts, index, size = torch.tensor([0, 4, 5, 12]), torch.tensor(slots, dtype=torch.int64), 8
     count = len(slots)

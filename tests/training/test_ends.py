@@ -94,7 +94,9 @@ def test_a_transient_error_reaches_the_caller_as_a_dead_rank_with_its_message(
 
 
 def test_a_killed_trainer_may_run_again(tmp_path: Path) -> None:
-    with pytest.raises(RankDied, match="the trainer ended with code -9: its own message is above; run again"):
+    with pytest.raises(
+        RankDied, match="the trainer ended with code -9: see its own message above; run again"
+    ):
         launch.raise_failure(-9, set(), tmp_path)
 
 
@@ -136,7 +138,7 @@ def test_a_refusal_counts_though_its_message_could_not_be_written(
         patch.setattr(Path, "write_text", full)
         code = end(patch, tmp_path, ValueError("wrong"))
     assert "ValueError: wrong" in caplog.text
-    with pytest.raises(ValueError, match="the trainer's own message is above"):
+    with pytest.raises(ValueError, match="the trainer's own message above"):
         launch.raise_failure(code, set(), tmp_path)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eagle3.draft.batch import pack_rows
 from eagle3.training.loader import Pack, cut_row
-from eagle3.training.schedule import choose_validation, plan_packs, split_pack
+from eagle3.training.schedule import choose_validation, fill_packs, plan_packs, split_pack
 from tests.helpers.tiny_draft import random_row
 
 
@@ -74,11 +74,11 @@ def test_every_row_stands_in_exactly_one_pack_that_it_fits(
 @settings(max_examples=100, deadline=None)
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=60), pack_tokens=st.integers(2, 40))
 def test_one_group_is_filled_as_by_looking_at_all_waiting_rows(sizes: list[int], pack_tokens: int) -> None:
+    rows = list(range(len(sizes)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eagle3.training.schedule.WINDOW_ROWS", 7)
-        patch.setattr("eagle3.training.schedule._shuffled", lambda items, generator: list(items))
-        packs = rows_of(plan_packs(sizes, [0] * len(sizes), list(range(len(sizes))), pack_tokens, 1, 0, 0))
-    assert packs == filled_slowly(list(range(len(sizes))), sizes, pack_tokens, 7)
+        packs = fill_packs([], rows, sizes, pack_tokens)
+    assert packs == filled_slowly(rows, sizes, pack_tokens, 7)
 
 
 @pytest.mark.parametrize("shuffle_chunks", [1, 4, 8, 1000])
@@ -139,10 +139,8 @@ def test_no_row_waits_for_ever() -> None:
     # Rows of 7 of 10 tokens fit with nothing but rows of 3, and there is always a longer row that fits
     # better.
     sizes = [7, *[5] * 999]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eagle3.training.schedule._shuffled", lambda items, generator: list(items))
-        packs = plan_packs(sizes, [0] * 1000, [*range(1, 11), 0, *range(11, 1000)], 10, 1, 0, 0)
-    at = next(position for position, pack in enumerate(packs) if 0 in pack.rows)
+    packs = fill_packs([], [*range(1, 11), 0, *range(11, 1000)], sizes, 10)
+    at = next(position for position, pack in enumerate(packs) if 0 in pack)
     assert at <= 10
 
 
