@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class EncodedRow(NamedTuple):
-    """loss_mask: True where the model wrote the token. num_cut: tokens cut off. reason: why to drop it, or ""."""
+    """loss_mask: True where the model wrote the token. num_cut: tokens cut off. reason: why to drop it."""
 
     token_ids: list[int]
     loss_mask: list[bool]
@@ -44,8 +44,8 @@ def load_chat_tokenizer(tokenizer_dir: str | Path) -> "PreTrainedTokenizerBase":
         raise ValueError(f"{tokenizer_dir}: the tokenizer has no chat template; {remedy}")
     if not tokenizer.is_fast or _anchor(tokenizer) is None:
         raise ValueError(
-            f"{tokenizer_dir}: the tokenizer cannot tokenize a text in pieces (it is slow, or changes the start "
-            "of every text); choose a target with a fast tokenizer (tokenizer.json)"
+            f"{tokenizer_dir}: the tokenizer cannot tokenize a text in pieces (it is slow, or changes the "
+            "start of every text); choose a target with a fast tokenizer (tokenizer.json)"
         )
     return cast("PreTrainedTokenizerBase", tokenizer)
 

@@ -53,7 +53,7 @@ def describe_rows(
     end_of_turn_ids: list[int],
     num_samples: int,
 ) -> Description:
-    """Count rows in one pass, and decode up to `num_samples`: the first of each source, then the second of each."""
+    """Count rows in one pass; decode `num_samples` at most, the first of each source, then the second."""
     counters: dict[str, TokenCounter] = {}
     statistics: dict[str, RowCounts] = {}
     first_rows: list[tuple[int, int, TokenRow]] = []  # number in the source, number of the source, row

@@ -37,9 +37,9 @@ T = TypeVar("T")
 class Task:
     """How to encode the rows of one source.
 
-    source: its name in the rows. preset, thinking: as in SourceConfig. keep: `answers` for whole conversations;
-    `script` for the messages up to the first answer, with an all-False mask and a script of the rest;
-    `last_prompt` for the conversation without its last answer.
+    source: its name in the rows. preset, thinking: as in SourceConfig. keep: `answers` for whole
+    conversations; `script` for the messages up to the first answer, with an all-False mask and a script of
+    the rest; `last_prompt` for the conversation without its last answer.
     """
 
     source: str
@@ -52,9 +52,9 @@ class Task:
 class Outcome:
     """The result of one source row.
 
-    where: file and line. rows: its token rows, none if it is dropped. reason, message: why it is dropped. opening:
-    key of the first user text; splits keep rows of one opening together. content: digest of the conversation.
-    script: as in TokenRow. is_cut: tokens were left out to fit the limits. turns: user turns.
+    where: file and line. rows: its token rows, none if it is dropped. reason, message: why it is dropped.
+    opening: key of the first user text; splits keep rows of one opening together. content: digest of the
+    conversation. script: as in TokenRow. is_cut: tokens were left out to fit the limits. turns: user turns.
     """
 
     where: str
@@ -71,7 +71,7 @@ class Outcome:
 
     @property
     def keys(self) -> set[str]:
-        """Keys of the first user text and of each row's tokens: training must not have them if held out."""
+        """Keys of the first user text and of each row's tokens, to find a held-out row in training data."""
         return {self.opening, *(tokens_key(row.token_ids) for row in self.rows)} - {""}
 
     def dropped(self, reason: str, message: str) -> "Outcome":

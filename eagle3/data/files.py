@@ -1,7 +1,7 @@
 """Stream the rows of a file by path or URL: JSONL, a JSON list or Parquet, plain or compressed.
 
-Memory is bounded. A row that cannot be read becomes a Record without a row, which the caller counts. A file that
-cannot be read is an error, and so is a file whose first MAX_FAULTS rows cannot be read: its format is another.
+Memory is bounded. A row that cannot be read becomes a Record without a row, which the caller counts. A file
+that cannot be read is an error, and so is a file whose first MAX_FAULTS rows cannot be read.
 """
 
 import io
@@ -31,8 +31,8 @@ PARQUET_ROWS = 256
 class Record:
     """One row of a source.
 
-    where: file name, and line or row from 1. row: None if it cannot be read. reason, message: why, as in BadRow.
-    size: its bytes, 0 if unknown.
+    where: file name, and line or row from 1. row: None if it cannot be read. reason, message: why, as in
+    BadRow. size: its bytes, 0 if unknown.
     """
 
     where: str
@@ -119,7 +119,7 @@ def _parse_line(line: bytes, where: str) -> Record:
     except UnicodeDecodeError as e:
         return Record(where, None, "not_utf8", f"byte {e.start + 1} is not UTF-8; save the file as UTF-8")
     except json.JSONDecodeError as e:
-        message = f"not JSON ({e.msg} at column {e.colno}); write one whole JSON object on each line"
+        message = f"not JSON ({e.msg} at column {e.colno}); write one complete JSON object on each line"
         return Record(where, None, "not_json", message)
     except RepeatedKeyError as e:
         return Record(where, None, "repeated_key", str(e))

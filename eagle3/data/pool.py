@@ -1,7 +1,7 @@
 """A process pool that encodes the rows of long sources.
 
-Outcomes keep the order of the rows, so the number of processes does not change the result. Imports take seconds:
-the pool starts after MAX_INLINE_ROWS rows, and a fork server imports once for all processes.
+Outcomes keep the order of the rows, so the number of processes does not change the result. Imports take
+seconds: the pool starts after MAX_INLINE_ROWS rows, and a fork server imports once for all processes.
 """
 
 import multiprocessing
@@ -21,7 +21,7 @@ MAX_WORKERS = 8
 
 
 class EncoderPool:
-    """Encodes rows like RowEncoder, long sources in processes. A context manager, which ends the processes."""
+    """Encodes rows like RowEncoder, long sources in processes. Leaving its context ends the processes."""
 
     def __init__(self, encoder: RowEncoder) -> None:
         self.encoder = encoder

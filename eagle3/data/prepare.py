@@ -1,8 +1,8 @@
 """The prepare stage: turn source rows into token shards, published atomically.
 
-Each source is read once and encoded in batches (eagle3/data/encode.py) into a staging directory. The shards move
-to the output directory after all checks. Memory holds one shard. Rows that cannot be used are dropped and counted
-by reason; a source that cannot be read or loses too many rows is an error.
+Each source is read once and encoded in batches (eagle3/data/encode.py) into a staging directory. The shards
+move to the output directory after all checks. Memory holds one shard. Rows that cannot be used are dropped
+and counted by reason; a source that cannot be read or loses too many rows is an error.
 
 Without weights each source has its own shards, so rows appended to one source do not change the shards of the
 others. With weights each row's source is drawn at random; the mix ends when that source has no more rows.

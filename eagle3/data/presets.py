@@ -16,7 +16,7 @@ from eagle3.data.files import Row
 
 @dataclass(frozen=True)
 class Preset:
-    """path: as in SourceConfig, or "" if the source must name it. map_row: to {conversations} or {messages, tools}."""
+    """path: "" if the source must name it. map_row: maps a row to {conversations} or {messages, tools}."""
 
     path: str
     map_row: Callable[[Row], Row]

@@ -1,8 +1,8 @@
 """Recorded tool results by call, replayed when the target makes the same call.
 
-Calls are equal if their names and arguments are equal, up to the order of keys, 2 or 2.0, and white space at the
-ends of strings. Results are matched to calls by `tool_call_id`, or in order. One tool turn may hold the results of
-parallel calls as a JSON list.
+Calls are equal if their names and arguments are equal, up to the order of keys, 2 or 2.0, and white space at
+the ends of strings. Results are matched to calls by `tool_call_id`, or in order. One tool turn may hold the
+results of parallel calls as a JSON list.
 """
 
 import json

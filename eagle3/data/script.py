@@ -17,7 +17,7 @@ from eagle3.data.recorded import Recorded
 
 @dataclass(frozen=True)
 class Script:
-    """messages: up to the first answer. turns: later user turns, each a list of messages. recorded: tool results."""
+    """messages: up to the first answer. turns: later user turns, each with all its messages."""
 
     messages: list[Message]
     turns: list[list[Message]]

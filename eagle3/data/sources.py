@@ -1,8 +1,8 @@
 """Sources of rows: their names, versions, files and rows.
 
-A source is a hub data set `name[:subset]:split`, streamed through `datasets`, or a file or directory by path or
-URL. All JSONL, JSON and Parquet files of a directory are read, sorted by path. Files and directories whose names
-begin with a dot or an underscore are skipped.
+A source is a hub data set `name[:subset]:split`, streamed through `datasets`, or a file or directory by path
+or URL. All JSONL, JSON and Parquet files of a directory are read, sorted by path. Files and directories whose
+names begin with a dot or an underscore are skipped.
 """
 
 import logging
@@ -33,13 +33,13 @@ def source_path(source: SourceConfig) -> str:
 
 
 def source_name(source: SourceConfig) -> str:
-    """The source's name in rows and reports, without directory and query, so digests do not depend on them."""
+    """The source's name in rows and reports: no directory or query, so digests do not depend on them."""
     path = source_path(source)
     return source.name or (path if hub_parts(path) else base_name(path))
 
 
 def without_paths(data: DataConfig) -> DataConfig:
-    """The settings without paths, revisions and workers; the cache keys have the sources' versions instead."""
+    """The settings without paths, revisions and workers: cache keys have the sources' versions instead."""
 
     def without_path(source: SourceConfig) -> SourceConfig:
         name = source_name(source)
@@ -51,7 +51,7 @@ def without_paths(data: DataConfig) -> DataConfig:
 
 
 def hub_parts(path: str) -> tuple[str, str, str] | None:
-    """(name, subset or "", split) of a hub data set; None for files, directories and URLs; else ValueError."""
+    """(name, subset or "", split) of a hub data set; None for an existing path or a URL; else ValueError."""
     kind = uri_kind(path)
     if kind == "url" or Path(path).expanduser().exists():
         return None
@@ -66,7 +66,7 @@ def hub_parts(path: str) -> tuple[str, str, str] | None:
 
 @redact_secrets()
 def source_version(source: SourceConfig) -> str:
-    """Find a source's version: the hub commit, or a digest of the files' content, in a directory also of the names.
+    """Find a source's version: the hub commit, or a digest of the files (and their names in a directory).
 
     Raises:
         ValueError: if the source does not exist.

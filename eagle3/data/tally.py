@@ -62,7 +62,7 @@ class SourceTally:
         self.with_tool_calls += outcome.has_tool_calls
 
     def first_example(self) -> str:
-        """The end of an error message: the first row dropped for the most common reason; "" if there is none."""
+        """For an error message: the first row dropped for the most common reason; "" if there is none."""
         if not self.dropped:
             return ""
         example = self.examples[self.dropped.most_common(1)[0][0]][0]

@@ -1,9 +1,9 @@
 """Render a conversation with the chat template, find the model's text in it, and cut it into pieces.
 
-An answer begins where the rendering of (history + generation prompt) ends, and ends with the last control token
-of the rendering of (history + answer). A row that the template writes in another way is refused. A row whose text
-spells a control token is refused, too: the engine would read it as one. Messages have the form that vLLM gives to
-templates: the arguments of a call are an object, the content next to it is "".
+An answer begins where the rendering of (history + generation prompt) ends, and ends with the last control
+token of the rendering of (history + answer). A row that the template writes in another way is refused. A row
+whose text spells a control token is refused, too: the engine would read it as one. Messages have the form
+that vLLM gives to templates: the arguments of a call are an object, the content next to it is "".
 """
 
 import re
@@ -72,7 +72,7 @@ class ChatTemplate:
         self.empty_reasoning = self._find_empty_reasoning()
 
     def rows(self, conversation: Conversation) -> list[list[Piece]]:
-        """The conversation up to its last answer; a new row begins where the template changes earlier turns."""
+        """Rows up to the last answer; a new row begins where the template changes earlier turns."""
         messages = self._messages(conversation)
         rows: list[list[Answer]] = []
         asked = False
@@ -114,7 +114,7 @@ class ChatTemplate:
         return Answer(text, begin, tokens[-1].end())
 
     def _find_empty_reasoning(self) -> str:
-        """The text that the template writes around reasoning, if it writes the same text without reasoning."""
+        """The text that the template writes around reasoning, if it also writes it without reasoning."""
         question = {"role": "user", "content": "x"}
         answer = {"role": "assistant", "content": PROBED_ANSWER}
         reasoned = answer | dict.fromkeys(REASONING_KEYS, PROBED_REASONING)

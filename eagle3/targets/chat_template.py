@@ -12,7 +12,7 @@ FILE_NAME = "chat_template.jinja"
 
 @redact_secrets()
 def read_chat_template(uri: str) -> str:
-    """Read a Jinja file by path or URL; ValueError if it is no template, ConnectionError if a retry may succeed."""
+    """Read a Jinja file by path or URL; ValueError if no template, ConnectionError if a retry may succeed."""
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -16,8 +16,8 @@ class TargetSize:
     """Counts of a target.
 
     embedding_params: embedding and head. linear_params: attention, dense MLPs and routers. expert_params: all
-    experts. active_params: those in the matrix products of one token, with the head. expert_bytes, linear_bytes:
-    bytes per parameter of a quantised checkpoint, None if stored in the compute dtype.
+    experts. active_params: those in the matrix products of one token, with the head. expert_bytes,
+    linear_bytes: bytes per parameter of a quantised checkpoint, None if stored in the compute dtype.
     """
 
     num_layers: int
@@ -104,8 +104,8 @@ def check_tensor_parallel(size: TargetSize, num_gpus: int) -> None:
     kv_fit = size.num_kv_heads % num_gpus == 0 or num_gpus % size.num_kv_heads == 0
     if size.num_heads % num_gpus or not kv_fit:
         raise ValueError(
-            f"the target's {size.num_heads} attention and {size.num_kv_heads} key-value heads must be divisible "
-            f"by fanout.tensor_parallel_size, got {num_gpus}; take a power of two up to "
+            f"the target's {size.num_heads} attention and {size.num_kv_heads} key-value heads must be "
+            f"divisible by fanout.tensor_parallel_size, got {num_gpus}; take a power of two up to "
             f"{size.num_heads & -size.num_heads}"
         )
 
@@ -121,7 +121,7 @@ def check_gpu_memory(
     cache = size.key_value_bytes(dtype) * max_model_len
     if weights + cache > num_gpus * usable_bytes:
         raise ValueError(
-            f"the target's weights in {dtype} and the key-values of one sequence of {max_model_len} tokens must "
-            f"fit into {num_gpus} x {usable_bytes / 1e9:.0f} GB of GPU memory, they take {weights / 1e9:.0f} + "
-            f"{cache / 1e9:.1f} GB; {remedy}"
+            f"the target's weights in {dtype} and the KV cache of one sequence of {max_model_len} tokens must "
+            f"fit into {num_gpus} x {usable_bytes / 1e9:.0f} GB of GPU memory, they take "
+            f"{weights / 1e9:.0f} + {cache / 1e9:.1f} GB; {remedy}"
         )

@@ -1,8 +1,8 @@
 """Make a fetched target safe: it runs no code of its own, and it names no file outside its directory.
 
 Loaders run a model's own Python code if its JSON files have `auto_map` and the user agrees. We fetch no code
-(resolve.FILE_PATTERNS) and remove `auto_map` from our copy. There is no switch: the supported architectures need
-only the code of vLLM and transformers.
+(resolve.FILE_PATTERNS) and remove `auto_map` from our copy. There is no switch: the supported architectures
+need only the code of vLLM and transformers.
 """
 
 import json

@@ -58,8 +58,8 @@ def check_target_config(config: dict[str, Any], name: str | Path) -> None:
     if config.get("model_type") not in SUPPORTED_MODEL_TYPES:
         raise ValueError(
             f"{name} is a {config.get('model_type')!r} model; drafts can be trained for "
-            f"{', '.join(SUPPORTED_MODEL_TYPES)} targets: embedding, final norm and head must be the plain ones of "
-            "these; choose another target"
+            f"{', '.join(SUPPORTED_MODEL_TYPES)} targets: embedding, final norm and head must be the plain "
+            "ones of these; choose another target"
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if (kind := rope.get("rope_type") or rope.get("type")) in LENGTH_DEPENDENT_ROPE:

@@ -76,7 +76,7 @@ def test_line_separators_inside_strings_do_not_break_lines(tmp_path: Path) -> No
     ("line", "reason", "message"),
     [
         (b'{"prompt": "Hi"', "not_json", "column"),
-        (b"[", "not_json", "one whole JSON object on each line"),
+        (b"[", "not_json", "one complete JSON object on each line"),
         (b'["Hi"]', "not_an_object", "must be a JSON object, got list"),
         (b"null", "not_an_object", "got NoneType"),
         (b'{"prompt": "\xff"}', "not_utf8", "byte 13 is not UTF-8"),
