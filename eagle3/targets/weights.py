@@ -71,19 +71,11 @@ def load_target_tensors(target_dir: str | Path, dtype: torch.dtype = torch.float
     """Load embedding, final norm and head, converted to `dtype`; the other tensors may be quantised."""
     config = check_target_dir(target_dir)
     files = _tensor_files(target_dir)
-    embedding = _read_floats(target_dir, files, "model.embed_tokens.weight").to(dtype)
-    norm_weight = _read_floats(target_dir, files, "model.norm.weight").to(dtype)
+    shape = (config["vocab_size"], config["hidden_size"])
+    embedding = _read_floats(target_dir, files, "model.embed_tokens.weight", shape).to(dtype)
+    norm_weight = _read_floats(target_dir, files, "model.norm.weight", shape[1:]).to(dtype)
     tied = config.get("tie_word_embeddings", False)
-    head = embedding if tied else _read_floats(target_dir, files, "lm_head.weight").to(dtype)
-    expected = (config["vocab_size"], config["hidden_size"])
-    for name, tensor, shape in (
-        ("embedding", embedding, expected),
-        ("head", head, expected),
-        ("final norm", norm_weight, expected[1:]),
-    ):
-        if tensor.shape != shape:
-            found = f"{name} has shape {tuple(tensor.shape)}, config.json has {shape}"
-            raise ValueError(f"{target_dir}: {found}; fetch the target again")
+    head = embedding if tied else _read_floats(target_dir, files, "lm_head.weight", shape).to(dtype)
     return TargetTensors(config, embedding, norm_weight, config["rms_norm_eps"], head)
 
 
@@ -104,7 +96,7 @@ def _tensor_files(target_dir: str | Path) -> dict[str, Path]:
     return files
 
 
-def _read_floats(target_dir: str | Path, files: dict[str, Path], name: str) -> Tensor:
+def _read_floats(target_dir: str | Path, files: dict[str, Path], name: str, shape: tuple[int, ...]) -> Tensor:
     if name not in files:
         remedy = "the files are incomplete, fetch the target again"
         raise ValueError(f"{target_dir} has no tensor {name!r}; {remedy}")
@@ -114,4 +106,7 @@ def _read_floats(target_dir: str | Path, files: dict[str, Path], name: str) -> T
         rule = "embedding, final norm and head must not be quantised"
         found = f"{name} is stored as {tensor.dtype}"
         raise ValueError(f"{target_dir}: {found}; {rule}, take a target that keeps them in bfloat16")
+    if tensor.shape != shape:
+        found = f"{name} has shape {tuple(tensor.shape)}, config.json has {shape}"
+        raise ValueError(f"{target_dir}: {found}; fetch the target again")
     return tensor

@@ -43,7 +43,7 @@ def test_a_missing_head_of_an_untied_target_is_named(tmp_path: Path) -> None:
 
 def test_a_misshapen_tensor_is_named(tmp_path: Path) -> None:
     content = tensors() | {"lm_head.weight": torch.ones(5, 3)}
-    with pytest.raises(ValueError, match=r"head has shape \(5, 3\), config.json has \(5, 4\)"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight has shape \(5, 3\), config.json has \(5, 4\)"):
         load_target_tensors(write_target(tmp_path, content))
 
 
