@@ -18,6 +18,7 @@ torch.set_num_threads(1)
 GROUPS = ("remote", "engine", "slow")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the tests of a file, and those of a shared cluster or engine, in one process of pytest-xdist."""
 

@@ -90,12 +90,13 @@ class Pod:
 
     def processes(self, text: str) -> list[int]:
         """Those of its processes whose command line contains `text`."""
-        return [p.pid for p in psutil.process_iter() if self._is_mine(p) and text in _command_line(p)]
+        return [p.pid for p in psutil.process_iter() if text in _command_line(p) and self._is_mine(p)]
 
     def _is_mine(self, process: psutil.Process) -> bool:
+        """Whether it or one of its parents is in the pod's process group: an engine leads a group of its own."""
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
-            group = os.getpgid(process.pid)
-            return group == self.process.pid or self.process.pid in [p.pid for p in process.parents()]
+            family = [process, *process.parents()]
+            return any(os.getpgid(member.pid) == self.process.pid for member in family)
         return False
 
     def kill(self, number: int = signal.SIGKILL) -> None:
