@@ -1,9 +1,8 @@
-"""Captures one token shard: checks what the engine returns, writes it, and drives vLLM with bounded memory.
+"""Captures a token shard: runs its rows through vLLM, checks the states and writes them, in bounded memory.
 
-vLLM fills its cache with the wanted layers' states (`extract_hidden_states`), the connector puts a finished
-row's states on a queue, and a thread takes them off, checks and passes them on, and lets the next rows in.
-Each request generates one token: the target's greedy token after the row, for which the captured last state
-must give the same argmax.
+vLLM stores the wanted layers' states in its cache (`extract_hidden_states`) and the connector puts those of a
+finished row on a queue. A thread reads the queue and gives the states to the writer. Each request generates
+one greedy token; final norm and head on the captured last state must give the same token.
 """
 
 import threading
@@ -22,29 +21,25 @@ from eagle3.shards.tokens import TokenRow
 from eagle3.shards.writer import HiddenStateWriter
 from eagle3.targets.weights import TargetTensors, load_target_tensors
 
-# Host memory of states that are computed and not yet taken by the writer. One row of 4,096 tokens of an 8B
-# model has 134 MB in bfloat16.
+# Host memory for states that wait for the writer. A row of 4,096 tokens of an 8B model has 134 MB in bfloat16.
 IN_FLIGHT_BYTES = 1 << 30
-# Rows of a chunk whose next token is checked; their head product takes seconds even for a 150k vocabulary.
+# Rows per chunk whose next token is checked: seconds of head matmul with a vocabulary of 150k.
 CHECKED_ROWS = 64
 MIN_AGREEMENT = 0.99
-# Logits closer than this share of the largest are a tie: one rounding of the engine's head output can swap
-# them.
+# Logits closer than this share of the largest are a tie: the engine's rounding can swap them.
 TIE = {"float32": 1e-4, "bfloat16": 2**-6, "float16": 2**-9}
-# An idle engine hands states over within milliseconds; without a limit, lost states would be waited for
-# forever.
+# An idle engine sends states within milliseconds; if none come for this long, they are lost.
 STALL_S = 60.0
-# Part of every shard's digest: raise it when a change here, in the connector or in reference.py changes what
-# is stored, and with it the cache version in workflows/tasks/extract_hidden_states.py.
+# Part of every shard's digest. If a change here, in connector.py or in reference.py changes the stored states,
+# raise it and the cache version in workflows/tasks/extract_hidden_states.py.
 CAPTURE_VERSION = 1
 
 
 class ShardSink:
-    """Takes rows' states in any order, writes the shard, and checks a sample of each chunk's next tokens.
+    """Writes rows' states, added in any order, and checks a sample of each chunk's next tokens.
 
-    wanted: numbers of the rows that no earlier attempt has finished, in the order for the engine: chunk by
-    chunk, within a chunk the frames with the longest rows first, so that a shard does not end on a few long
-    rows.
+    wanted: indices of the rows to capture, in the engine's order: chunk by chunk, and in each chunk the
+    frames with the longest rows first, so that few long rows do not run alone at the end.
     """
 
     def __init__(
@@ -60,7 +55,7 @@ class ShardSink:
         self.rows = rows
         self.dtype = dtype
         target = load_target_tensors(target_dir)
-        self.target = replace(target, embedding=target.head)  # a second matrix of that size is not needed
+        self.target = replace(target, embedding=target.head)  # frees the embedding
         hidden_size = target.head.shape[1]
         self.writer = HiddenStateWriter(out, rows, num_aux, hidden_size, extract, info, self._check_chunk)
         self.wanted: list[int] = []
@@ -75,11 +70,11 @@ class ShardSink:
         self.counts = [entry["checks"] for entry in self.writer.entries.values()]
 
     def add(self, row: int, states: Tensor, next_token: int) -> None:
-        """Take one row.
+        """Add one row.
 
         Args:
-            row: its number in the shard.
-            states: [T, A + 1, H] host memory, engine dtype.
+            row: its index in the shard.
+            states: [T, A + 1, H] engine dtype, CPU.
             next_token: the engine's greedy token after the row.
         """
         if row in self.sampled:
@@ -87,17 +82,13 @@ class ShardSink:
         self.writer.add(row, states)
 
     def close(self) -> dict[str, Any]:
-        """Write the manifest and return it."""
         return self.writer.close()
 
     def _check_chunk(self, rows: list[int]) -> dict[str, int]:
-        """Counts for the manifest; token ids, lengths and states were checked row by row before.
-
-        Raises:
-            RuntimeError: if the last states of all chunks so far disagree with the engine's next tokens.
-        """
+        """Return a finished chunk's counts for the manifest, or raise if too few next tokens agree so far."""
         samples = [self.samples.pop(row) for row in rows if row in self.sampled]
         agreed = count_agreements(samples, self.target, self.dtype)
+        # Sound: the thread and the writer have checked each row's token ids, length and states.
         counts = {"rows_sound": len(rows), "next_tokens_checked": len(samples), "next_tokens_agreed": agreed}
         self.counts.append(counts)
         all_checked = sum(c["next_tokens_checked"] for c in self.counts)
@@ -105,20 +96,21 @@ class ShardSink:
         if all_checked - all_agreed > max(all_checked > 1, (1 - MIN_AGREEMENT) * all_checked):
             raise RuntimeError(
                 f"the last hidden state reproduces the target's next token in only {all_agreed} of "
-                f"{all_checked} rows, {MIN_AGREEMENT:.0%} must agree; the engine's layer numbering or final "
-                "norm is not the expected one"
+                f"{all_checked} rows, {MIN_AGREEMENT:.0%} must agree; the engine numbers layers or applies the "
+                "final norm in an unexpected way"
             )
         return counts
 
 
 def count_agreements(samples: list[tuple[Tensor, int]], target: TargetTensors, dtype: str) -> int:
-    """How many last states give the engine's token through norm and head; a state of another layer, or one
-    that is normed already, does not.
+    """Count the last states that give the engine's token through final norm and head.
+
+    A state of another layer fails, and so does one after the norm.
 
     Args:
-        samples: at least one pair of a last state [H] and the engine's token.
-        target: norm and head.
-        dtype: the engine's.
+        samples: at least one pair of a last state [H] (engine dtype, before the norm) and the engine's token.
+        target: its final norm and head, float32.
+        dtype: the engine's, which sets the tolerance.
     """
     states = torch.stack([state for state, _ in samples]).float()
     chosen = torch.tensor([token for _, token in samples])
@@ -129,7 +121,7 @@ def count_agreements(samples: list[tuple[Tensor, int]], target: TargetTensors, d
 
 
 class _Drain(threading.Thread):
-    """Takes rows off the connector's queue. is_waiting: for the queue. failure: the error that ended it."""
+    """Reads the connector's queue. is_waiting: for an item. failure: the error that ended the thread."""
 
     def __init__(self, rows: list[TokenRow], add: Add) -> None:
         super().__init__(name="hidden-states", daemon=True)
@@ -153,24 +145,21 @@ class _Drain(threading.Thread):
                 index = self.index_of.pop(item.request_id)
                 row = self.rows[index]
                 if item.token_ids.tolist() != row.token_ids:
-                    raise RuntimeError(
-                        f"row {row.sample_id}: the engine returned other token ids than it was sent"
-                    )
+                    raise RuntimeError(f"row {row.sample_id}: the engine returned different token ids")
                 self.add(index, item.states, self.next_token.pop(index))
                 self.num_tokens += len(row.token_ids)
-        except Exception as e:  # the thread that drives the engine raises it
+        except Exception as e:  # capture_with_vllm raises it
             self.failure = e
 
     def stalled(self) -> RuntimeError:
-        """Names rows that the engine has finished, without their states."""
         missing = [self.rows[i].sample_id for i in self.index_of.values()]
         return RuntimeError(
-            f"the engine is idle but the states of rows {missing[:8]} never came; run the shard again"
+            f"the engine finished rows {missing[:8]} without sending their states; run the shard again"
         )
 
 
 class _Feed:
-    """Lets rows into the engine, in order, as its queue and the memory of states in flight allow."""
+    """Adds rows to the engine in order, within limits on its queue and on the memory of states in flight."""
 
     def __init__(
         self, engine: Any, rows: list[TokenRow], drain: _Drain, bytes_per_token: int, max_requests: int
@@ -183,8 +172,13 @@ class _Feed:
         self.waiting = deque(enumerate(rows))
         self.max_tokens = IN_FLIGHT_BYTES // bytes_per_token
         self.max_requests = max_requests
-        self.params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
-        self.params.output_kind = RequestOutputKind.FINAL_ONLY
+        self.params = SamplingParams(
+            temperature=0,
+            max_tokens=1,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         self.num_tokens = 0
 
     def fill(self) -> None:
@@ -202,16 +196,15 @@ class _Feed:
 def capture_with_vllm(
     engine: Any, rows: list[TokenRow], add: Add, bytes_per_token: int, max_num_seqs: int
 ) -> int:
-    """Run every row through the engine and pass its states to `add`, from one other thread, in any order.
+    """Run every row through the engine; another thread calls `add` with each row's states, in any order.
 
     Args:
-        engine: vLLM's LLMEngine, driven by this process, with eagle3.engine.connector.
-        rows: in the order for the engine.
-        bytes_per_token: of the states, to bound what is in flight.
-        max_num_seqs: the engine's; twice as many rows are kept in its queue.
+        engine: vLLM's LLMEngine with eagle3.engine.connector.
+        bytes_per_token: size of the states, to bound the memory in flight.
+        max_num_seqs: the engine's; its queue holds twice as many rows.
 
     Returns:
-        How many tokens were not computed, but found in the prefix cache.
+        Number of tokens found in the prefix cache.
     """
     drain = _Drain(rows, add)
     feed = _Feed(engine, rows, drain, bytes_per_token, 2 * max_num_seqs)
@@ -222,11 +215,11 @@ def capture_with_vllm(
     while drain.is_alive():
         feed.fill()
         busy = engine.has_unfinished_requests()
-        if not busy and not drain.is_waiting:  # the writer has to catch up, the engine has nothing to do
+        if not busy and not drain.is_waiting:  # the engine is idle until the writer catches up
             moved_at = time.monotonic()
             time.sleep(0.001)
             continue
-        # A row's states leave the cache one step after its token: step until the thread has them all.
+        # A row's states arrive one step after its token, so an engine without requests needs more steps.
         for output in engine.step():
             drain.next_token[int(output.request_id)] = output.outputs[0].token_ids[0]
             cached_tokens += output.num_cached_tokens or 0

@@ -1,8 +1,7 @@
-"""A KV connector that hands hidden states from vLLM's cache to the process that drives the engine.
+"""A KV connector that sends hidden states from vLLM's cache to the process that drives the engine.
 
-`kv_transfer_config` names it by its module path, so vLLM loads it without a patch. The stock connector
-decides *when* a request's states are complete; this one decides *where* they go: through
-eagle3.engine.handover, in the order of completion.
+vLLM loads it by its module path in `kv_transfer_config`. The stock connector decides when a request's states
+are complete; this one sends them through eagle3.engine.handover, in the order of completion.
 """
 
 from typing import Any
@@ -19,13 +18,12 @@ from eagle3.engine.handover import CapturedStates, Copied, Sender, captured
 
 
 class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
-    """The stock connector with a queue, or with `sink_address` a socket, instead of its file writer."""
+    """The stock connector with a queue (a socket if `sink_address` is set) instead of its file writer."""
 
     def wait_for_save(self) -> None:
-        """No lock files, since there are no files."""
+        """Skip the stock connector's lock files: no file is written."""
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """As the stock connector, and connect the rank that sends the states."""
         super().register_kv_caches(kv_caches)
         address = self._kv_transfer_config.get_from_extra_config("sink_address", "")
         if self._is_tp_rank_zero:
@@ -35,18 +33,20 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         if not self._is_tp_rank_zero:  # every rank holds the same states
             return
         cache = self._kv_cache
-        length, block = len(pending.token_ids), self._block_size
+        length = len(pending.token_ids)
+        block = self._block_size
         positions = torch.arange(length)
         slots = torch.tensor(pending.block_ids)[positions // block] * block + positions % block
         if cache.is_cuda:
             states, copied = self._copy_from_gpu(slots, length)
         else:
-            states, copied = extract_from_kv_cache(cache, slots, length), Copied()
+            states = extract_from_kv_cache(cache, slots, length)
+            copied = Copied()
         self._req_copy_events[pending.req_id] = copied
         self._sink.put(CapturedStates(pending.req_id, pending.token_ids, states, copied))
 
     def _copy_from_gpu(self, slots: Tensor, length: int) -> tuple[Tensor, Any]:
-        """Gather on a side stream, after all that the engine has queued so far, and copy to pinned memory."""
+        """Gather after the engine's queued kernels, on a side stream, and copy to pinned memory."""
         stream = self._get_copy_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -1,8 +1,7 @@
-"""The target's engine: start it, generate, regenerate a token shard, capture hidden states, stop it.
+"""Runs the target: generate answers, regenerate a token shard, capture hidden states.
 
-The engine runs in a process of its own and stays warm: a call with equal settings finds it ready, so the
-shards of one stage share one start. Other settings stop it first, because two engines do not fit in memory.
-It ends with this process, however that ends.
+The engine runs in a child process and stays loaded, so the shards of one stage load the target once. A call
+with other settings stops it first, because two engines do not fit in memory. It ends with this process.
 """
 
 import atexit
@@ -11,33 +10,35 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import Any, TypeVar
 
 from eagle3.config.engine import ExtractConfig, RegenerateConfig
 from eagle3.engine import jobs
 from eagle3.engine.interface import EngineSettings, Generation
-from eagle3.engine.process import EngineProcess, Job
-from eagle3.engine.progress import Watch
+from eagle3.engine.process import EngineProcess
+from eagle3.engine.progress import Report, Watch
 from eagle3.files import is_remote
 from eagle3.regenerate.answers import Sampling
 from eagle3.shards.chunks import finished_manifest, row_bytes
 from eagle3.shards.tokens import read_token_shard
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 _lock = threading.RLock()
 _running: EngineProcess | None = None
 
 
 def start(settings: EngineSettings) -> EngineProcess:
-    """The running engine if it has these settings, else a new one, after the running one has ended.
+    """Return the running engine if its settings are equal; otherwise stop it and start another.
 
     Raises:
-        ValueError: if the engine's library is not installed, or refuses the settings.
-        EngineDied: if it fails otherwise.
+        ValueError: if the engine's library is not installed or refuses the settings.
+        EngineDied: on any other failure.
     """
     global _running
     with _lock:
@@ -56,7 +57,7 @@ def start(settings: EngineSettings) -> EngineProcess:
 
 
 def stop() -> None:
-    """End the engine, if one runs; the next call starts another."""
+    """Stop the running engine, if any; the next call starts another."""
     global _running
     with _lock:
         if _running is not None:
@@ -67,14 +68,11 @@ def stop() -> None:
 atexit.register(stop)
 
 
-def run(settings: EngineSettings, job: Job, watch: Watch) -> Any:
-    """Run a job (see eagle3.engine.jobs) in an engine with these settings and return its result.
-
-    Raises:
-        ValueError, EngineDied: as EngineProcess.run.
-    """
+def run(settings: EngineSettings, job: Callable[[Any, Report], Result], watch: Watch) -> Result:
+    """Run a job of eagle3.engine.jobs and return its result; raises as start and EngineProcess.run do."""
     with _lock, watch:
-        return start(settings).run(job, watch)
+        result: Result = start(settings).run(job, watch)
+    return result
 
 
 def generate(
@@ -84,25 +82,21 @@ def generate(
     seed: int = 0,
     watch: Watch | None = None,
 ) -> Generation:
-    """Answer prompts with the target, token ids in and out.
+    """Answer prompts of token ids; the same list of prompts and the same seed give the same answers.
 
     Args:
-        settings: without `layer_ids`; with `speculation` a draft proposes tokens, greedily.
-        prompts: token ids, each at least one and fewer than `engine.max_model_len`.
-        seed: of the engine; the same prompts in the same call give the same answers.
-        watch: shows the progress.
+        settings: without `layer_ids`; with `speculation` a draft proposes tokens greedily.
 
     Raises:
         ValueError: if a prompt is empty or leaves no room for an answer.
-        EngineDied: if the engine fails or is killed; carries its own message.
+        EngineDied: if the engine fails or is killed.
     """
     for i, prompt in enumerate(prompts):
-        _check_prompt(f"prompt {i}", prompt, settings)
+        _check_length(f"prompt {i}", len(prompt), settings.engine.max_model_len - 1, "shorten it")
     if not prompts:
         return Generation([])
     job = partial(jobs.generate, prompts=prompts, sampling=sampling, seed=seed)
-    generation: Generation = run(settings, job, watch or Watch("generate"))
-    return generation
+    return run(settings, job, watch or Watch("generate"))
 
 
 def regenerate(
@@ -113,17 +107,16 @@ def regenerate(
     cfg: RegenerateConfig,
     watch: Watch | None = None,
 ) -> dict[str, Any]:
-    """Let the target answer the waiting rows of a token shard, turn by turn on its own history.
+    """Answer a token shard's unanswered rows turn by turn; each prompt has the target's earlier answers.
 
     Args:
-        settings: without `layer_ids`; `server_url` lets a running vLLM server answer.
-        out: token shard to write, atomically; none if no row is left.
-        log_uri: directory or fsspec URL that keeps the answers as they come, of one shard and one set of
-            settings. Answers of an earlier attempt are not asked for again.
-        watch: shows the progress.
+        settings: without `layer_ids`; with `server_url` a running vLLM server answers.
+        out: token shard, written atomically; not written if every row is dropped.
+        log_uri: directory or fsspec URL that keeps every answer of this shard and these settings. A later
+            attempt reads them instead of generating them again.
 
     Returns:
-        rows, tokens, supervised_tokens and digest of the written shard; counts, as AnswerGenerator.result.
+        rows, tokens, supervised_tokens and digest of the written shard; counts, see AnswerGenerator.result.
 
     Raises:
         ValueError: if a prompt leaves no room for an answer, or the chat template refuses a conversation.
@@ -131,7 +124,8 @@ def regenerate(
     """
     for row in read_token_shard(token_shard_path):
         if not any(row.loss_mask):
-            _check_prompt(f"{token_shard_path}: row {row.sample_id}", row.token_ids, settings)
+            name = f"{token_shard_path}: row {row.sample_id}"
+            _check_length(name, len(row.token_ids), settings.engine.max_model_len - 1, "shorten it")
     job = partial(
         jobs.regenerate,
         token_shard_path=_resolved(token_shard_path),
@@ -139,8 +133,7 @@ def regenerate(
         log_uri=_resolved(log_uri),
         cfg=cfg,
     )
-    result: dict[str, Any] = run(settings, job, watch or Watch("regenerate"))
-    return result
+    return run(settings, job, watch or Watch("regenerate"))
 
 
 def capture(
@@ -151,21 +144,20 @@ def capture(
     info: dict[str, Any],
     watch: Watch | None = None,
 ) -> dict[str, Any]:
-    """Write one token shard's hidden states to a hidden-state shard; resumes after the last finished chunk.
+    """Write the hidden states of a token shard; resumes after the last finished chunk.
 
     Args:
         settings: with `layer_ids`, ascending; the last hidden state is captured too.
-        out: directory or fsspec URL of the shard; one for one shard and one set of settings.
-        info: goes into the manifest, with the engine's version and settings: target name and revision.
-        watch: shows the progress.
+        out: directory or fsspec URL, for this shard and these settings only.
+        info: target name and revision; the manifest holds them next to the engine's version and settings.
 
     Returns:
         The manifest.
 
     Raises:
         ValueError: on bad layer ids, a row longer than `engine.max_model_len` or too little disk space.
-        EngineDied: if the engine fails, is killed, or returns states that do not reproduce its own next
-            token, or a chunk cannot be written; finished chunks are kept.
+        EngineDied: if the engine fails, is killed or returns states that do not reproduce its next token, or
+            a chunk cannot be written; finished chunks are kept.
         OSError: if the store at `out` does not answer.
     """
     config = json.loads((Path(settings.target_dir) / "config.json").read_text())
@@ -181,21 +173,20 @@ def capture(
         extract=extract,
         info=info,
     )
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     manifest, cached_tokens = run(settings, job, watch or Watch("extract"))
     logger.info(
-        "captured %d tokens, %.3f GB, in %.1f s, start-up included; %d came from the prefix cache",
+        "captured %d tokens, %.3f GB, in %.1f s with start-up; %d came from the prefix cache",
         manifest["tokens"],
         manifest["bytes"] / 1e9,
-        time.perf_counter() - began,
+        time.perf_counter() - start_s,
         cached_tokens,
     )
-    captured: dict[str, Any] = manifest
-    return captured
+    return manifest
 
 
 def _resolved(uri: str | Path) -> str:
-    """The URI for an engine process that was started in another working directory."""
+    """Make a path absolute: the engine process may have another working directory."""
     return str(uri) if is_remote(uri) else str(Path(uri).resolve())
 
 
@@ -207,11 +198,10 @@ def _check_layer_ids(layer_ids: tuple[int, ...] | None, depth: int) -> None:
         )
 
 
-def _check_prompt(name: str, prompt: list[int], settings: EngineSettings) -> None:
-    longest = settings.engine.max_model_len - 1
-    if not 0 < len(prompt) <= longest:
+def _check_length(name: str, num_tokens: int, longest: int, remedy: str) -> None:
+    if not 0 < num_tokens <= longest:
         raise ValueError(
-            f"{name} has {len(prompt)} tokens; 1 … {longest} fit, raise engine.max_model_len or shorten it"
+            f"{name} has {num_tokens} tokens; 1 … {longest} fit, raise engine.max_model_len or {remedy}"
         )
 
 
@@ -222,20 +212,18 @@ def _check_shard(
     extract: ExtractConfig,
     hidden_size: int,
 ) -> None:
-    """Refuse rows that the engine does not take, and states that the disk does not hold."""
+    """Refuse rows that are too long for the engine, and states that do not fit on the disk."""
     rows = read_token_shard(token_shard_path)
-    longest = settings.engine.max_model_len
     for row in rows:
-        if not 0 < len(row.token_ids) <= longest:
-            raise ValueError(
-                f"{token_shard_path}: row {row.sample_id} has {len(row.token_ids)} tokens; "
-                f"1 … {longest} fit, raise engine.max_model_len or lower data.max_tokens"
-            )
+        name = f"{token_shard_path}: row {row.sample_id}"
+        _check_length(name, len(row.token_ids), settings.engine.max_model_len, "lower data.max_tokens")
     num_aux = len(settings.layer_ids or ())
     sizes = [row_bytes(row, num_aux, hidden_size, extract.encoding) for row in rows]
-    directory, needed = Path(out), sum(sizes)
-    if is_remote(out):  # chunks wait in the temporary directory, one at a time, until they are uploaded
-        directory, needed = Path(gettempdir()), min(sum(sizes), extract.chunk_bytes + max(sizes))
+    directory = Path(out)
+    needed = sum(sizes)
+    if is_remote(out):  # one chunk at a time is kept in the temporary directory until it is uploaded
+        directory = Path(gettempdir())
+        needed = min(needed, extract.chunk_bytes + max(sizes))
     directory.mkdir(parents=True, exist_ok=True)
     present = sum(f.stat().st_size for f in directory.glob("chunk-*.safetensors"))
     free = shutil.disk_usage(directory).free

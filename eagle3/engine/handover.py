@@ -1,8 +1,8 @@
-"""How captured states reach the process that drives the engine: a queue, fed directly or over a socket.
+"""Moves captured states from vLLM's worker to the `captured` queue of the process that drives the engine.
 
-With one rank, vLLM's worker runs in that process and the connector puts states on `captured` itself. With
-several, workers are processes of their own: rank 0 sends its states over a Unix socket, from a thread with a
-bounded queue, and a thread here puts them on `captured`. Nothing is unpickled from the socket.
+With one rank, the worker runs in that process and the connector writes to `captured` directly. With several,
+workers are child processes: a thread of rank 0 sends its states over a Unix socket and a thread of the driver
+writes them to `captured`. Nothing is unpickled from the socket.
 """
 
 import json
@@ -23,9 +23,9 @@ SENDER_ROWS = 8
 
 @dataclass(frozen=True)
 class CapturedStates:
-    """One request's states; read `states` only after `copied.synchronize()`.
+    """States of one request; call `copied.synchronize()` before reading `states`.
 
-    token_ids: [T] int64, as the engine saw them. states: [T, L, H] engine dtype, layers in ascending order.
+    token_ids: [T] int64, read by the engine. states: [T, L, H] engine dtype, layers in ascending order.
     """
 
     request_id: str
@@ -35,7 +35,7 @@ class CapturedStates:
 
 
 class Copied:
-    """Stands for the CUDA event of a copy that is done already."""
+    """Replaces a CUDA event where the copy is already complete."""
 
     def query(self) -> bool:
         return True
@@ -48,12 +48,12 @@ captured: SimpleQueue[CapturedStates] = SimpleQueue()
 
 
 class Receiver:
-    """Listens for the worker of rank 0; `address` goes into the connector's settings."""
+    """Listens for rank 0; the connector connects to `address`."""
 
     def __init__(self) -> None:
         self.directory = TemporaryDirectory(prefix="eagle3-")
         self.address = str(Path(self.directory.name) / "states")
-        # vLLM's workers are multiprocessing children, so they have the same key.
+        # vLLM's workers are multiprocessing children and inherit the key.
         self.listener = Listener(self.address, "AF_UNIX", authkey=current_process().authkey)
         threading.Thread(target=self._receive, name="receive-states", daemon=True).start()
 
@@ -64,12 +64,12 @@ class Receiver:
         while True:
             try:
                 captured.put(receive(connection))
-            except EOFError:  # the engine is gone; its driver notices by itself
+            except EOFError:  # the worker ended; the driver notices it elsewhere
                 return
 
 
 class Sender:
-    """Rank 0's end: sends in order, from a thread, so that the engine continues meanwhile."""
+    """Rank 0's side: a thread sends items in order while the engine continues."""
 
     def __init__(self, address: str) -> None:
         self.connection: Connection = Client(address, "AF_UNIX", authkey=current_process().authkey)
@@ -77,7 +77,7 @@ class Sender:
         threading.Thread(target=self._send, name="send-states", daemon=True).start()
 
     def put(self, item: CapturedStates) -> None:
-        """Send it soon; blocks while SENDER_ROWS others wait."""
+        """Queue an item; blocks while the queue is full."""
         self.waiting.put(item)
 
     def _send(self) -> None:
@@ -97,11 +97,7 @@ def send(connection: Connection, item: CapturedStates) -> None:
 
 
 def receive(connection: Connection) -> CapturedStates:
-    """Read one item.
-
-    Raises:
-        EOFError: if the other end is closed.
-    """
+    """Read one item; raises EOFError if the sender closed the connection."""
     header = json.loads(connection.recv_bytes())
     token_ids = torch.empty(header["shape"][0], dtype=torch.int64)
     states = torch.empty(header["shape"], dtype=getattr(torch, header["dtype"]))

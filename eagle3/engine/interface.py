@@ -1,4 +1,4 @@
-"""Settings from which an engine is built, what each kind of engine does, and the answers that it gives."""
+"""Settings of an engine, the methods that every engine has, and the answers that it returns."""
 
 import json
 import logging
@@ -17,14 +17,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
-# Takes a row's index, its states [T, A + 1, H] in host memory and engine dtype, and the engine's greedy next
-# token.
+# Takes a row's index, its states [T, A + 1, H] (CPU, engine dtype) and the engine's greedy next token.
 Add = Callable[[int, "Tensor", int], None]
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """An exported draft and how many tokens it proposes a round."""
+    """An exported draft, and the number of tokens that it proposes per round."""
 
     draft_dir: str
     num_tokens: int
@@ -34,9 +33,8 @@ class Speculation:
 class EngineSettings:
     """Equal settings share one engine.
 
-    target_dir: absolute path. layer_ids: aux layers, for an engine that captures. tensor_parallel_size: GPUs
-    that share the target. server_url: of a running vLLM server that answers instead. files: names, sizes and
-    times of the target's and the draft's files, so that a directory that was written again gets a new engine.
+    target_dir: absolute path. layer_ids: aux layers to capture. server_url: a running vLLM server that answers
+    instead. files: name, size and mtime of the target's and the draft's files: new files need a new engine.
     """
 
     target_dir: str
@@ -58,16 +56,12 @@ class EngineSettings:
         tensor_parallel_size: int = 1,
         server_url: str | None = None,
     ) -> "EngineSettings":
-        """Resolve paths and read the files' sizes and times; warns of a setting that this engine ignores.
-
-        Raises:
-            ValueError: if `engine.max_model_len` is more than the target allows.
-        """
+        """Resolve paths and stat files. Raises ValueError if the target does not allow `engine.max_model_len`."""
         target = Path(target_dir).resolve()
         check_max_model_len(engine.max_model_len, json.loads((target / "config.json").read_text()))
         if tensor_parallel_size > 1 and (engine.engine == "transformers" or server_url):
             logger.warning(
-                "tensor_parallel_size %d is ignored: only a vLLM engine of ours is split over GPUs",
+                "tensor_parallel_size %d is ignored: it applies only to a vLLM engine started here",
                 tensor_parallel_size,
             )
         files = _stamps(target)
@@ -80,7 +74,7 @@ class EngineSettings:
 
     @property
     def library(self) -> str:
-        """The package that does the work."""
+        """The package that the engine imports."""
         return "httpx" if self.server_url else self.engine.engine
 
 
@@ -91,10 +85,10 @@ def _stamps(directory: Path) -> tuple[tuple[str, int, int], ...]:
 
 @dataclass(frozen=True)
 class Generation:
-    """Answers in the order of their prompts, with time and speculation.
+    """Answers in the order of their prompts.
 
-    seconds: of generation, without the engine's start. num_drafts: speculative rounds. accepted_per_position:
-    accepted draft tokens at draft position 1 … k; empty without a draft.
+    seconds: excludes the engine's start. num_drafts: speculative rounds. accepted_per_position: accepted
+    draft tokens at draft position 1 … k; empty without a draft.
     """
 
     answers: list[Answer]
@@ -104,34 +98,33 @@ class Generation:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens of all answers."""
         return sum(len(answer.token_ids) for answer in self.answers)
 
 
 class AnsweringEngine(Protocol):
-    """The part that a server does, too."""
+    """An engine that generates answers; a server can do no more."""
 
     settings: EngineSettings
 
     def answer(self, requests: dict[int, Request], follow: Follow, seed: int, report: Report) -> None:
-        """Answer every conversation's request and those that `follow` returns, until it returns None."""
+        """Answer each conversation's request, then the requests that `follow` returns, until it returns None."""
 
 
 class Engine(AnsweringEngine, Protocol):
-    """The vLLM engine and the transformers reference."""
+    """An engine that also captures hidden states and speculates: vLLM or the transformers reference."""
 
     def warm_up(self, requests: list[Request]) -> None:
-        """Prepare a measurement: do what only the first requests need, and forget all prompts."""
+        """Prepare a measurement: warm up once, and empty the prefix cache."""
 
     def draft_counts(self) -> tuple[int, tuple[int, ...]]:
         """Speculative rounds so far, and accepted draft tokens at position 1 … k; (0, ()) without a draft."""
 
     def capture(self, rows: list[TokenRow], add: Add) -> int:
-        """Give every row's states at `settings.layer_ids` and the last layer to `add`, in any order.
+        """Call `add` for every row, in any order, with its states at `settings.layer_ids` and the last layer.
 
         Returns:
-            How many tokens were not computed, but found in a prefix cache.
+            Number of tokens found in the prefix cache.
         """
 
     def describe(self) -> dict[str, Any]:
-        """Every setting that can change a state, for the manifest."""
+        """Return every setting that can change a state, for the manifest."""

@@ -1,4 +1,4 @@
-"""Jobs of the engine process: functions of an engine and a report, sent to it with their arguments."""
+"""Jobs that run in the engine process. Each takes the engine and a report; its other arguments are pickled."""
 
 import time
 from dataclasses import asdict
@@ -13,7 +13,6 @@ from eagle3.regenerate.answers import Answer, Request, Sampling
 def generate(
     engine: Engine, report: Report, prompts: list[list[int]], sampling: Sampling, seed: int
 ) -> Generation:
-    """Answer the prompts."""
     requests = {i: Request(prompt, sampling) for i, prompt in enumerate(prompts)}
     answers: dict[int, Answer] = {}
     engine.warm_up(list(requests.values()))
@@ -35,7 +34,7 @@ def regenerate(
     log_uri: str,
     cfg: RegenerateConfig,
 ) -> dict[str, Any]:
-    """Answer a token shard's waiting rows and write the answered shard, as engine.regenerate describes."""
+    """See engine.regenerate."""
     from eagle3.regenerate.answer_log import AnswerLog
     from eagle3.regenerate.generator import AnswerGenerator
     from eagle3.shards.tokens import read_token_shard, summarise_rows, write_token_shard
@@ -61,15 +60,15 @@ def capture(
     extract: ExtractConfig,
     info: dict[str, Any],
 ) -> tuple[dict[str, Any], int]:
-    """Capture a token shard's states; returns the manifest and the number of tokens from the prefix cache."""
+    """Return the manifest and the number of tokens found in the prefix cache; see engine.capture."""
     from eagle3.engine.capture import CAPTURE_VERSION, ShardSink
     from eagle3.shards.tokens import read_token_shard
 
     rows = read_token_shard(token_shard_path)
     layer_ids = list(engine.settings.layer_ids or ())
     info = {**info, **engine.describe(), "layer_ids": layer_ids, "capture_version": CAPTURE_VERSION}
-    target_dir, dtype = engine.settings.target_dir, engine.settings.engine.dtype
-    sink = ShardSink(rows, out, len(layer_ids), extract, info, target_dir, dtype)
+    target_dir = engine.settings.target_dir
+    sink = ShardSink(rows, out, len(layer_ids), extract, info, target_dir, engine.settings.engine.dtype)
     wanted_rows = [rows[i] for i in sink.wanted]
     total = sum(len(row.token_ids) for row in rows)
     kept = total - sum(len(row.token_ids) for row in wanted_rows)

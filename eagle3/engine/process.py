@@ -1,8 +1,8 @@
-"""The process that holds an engine: EngineProcess starts, asks and ends it; `_serve` runs in it.
+"""A child process with one engine: EngineProcess is the parent's side, `_serve` runs in the child.
 
-Importing vLLM takes 12 s, building an engine 7 s, and only a process that ends gives all memory back. So a
-fork server imports once and every engine is forked from it; next to a GPU it is spawned. Jobs, progress
-reports and results are pickled through a Connection.
+Importing vLLM takes 12 s, building an engine 7 s, and only the end of a process frees all its memory. So a
+fork server imports vLLM once and each engine is forked from it; with a GPU each engine is spawned. Jobs,
+progress and results are pickled through a Connection.
 """
 
 import logging
@@ -31,28 +31,28 @@ from eagle3.errors import EngineDied, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[Progress], None]
-# Called with an engine and a report; pickled, so a function of a module, or a partial of one.
+# Called with an engine and a report. It is pickled: a module-level function or a partial of one.
 Job = Callable[[Any, Report], Any]
-# What a fork server imports, by library.
+# Module that the fork server of a library imports.
 PRELOADED = {
     "vllm": "eagle3.engine.vllm_import",
     "transformers": "eagle3.engine.reference",
     "httpx": "eagle3.engine.server.engine",
 }
-# By library. multiprocessing's own fork server may run already, without these imports and the environment.
+# By library. multiprocessing's own fork server may already run, without these imports and the environment.
 _fork_servers: dict[str, forkserver.ForkServer] = {}
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The error that a job raised. is_permanent: the same job would raise it again."""
+    """The error that a job raised. is_permanent: a retry would raise it again."""
 
     text: str
     is_permanent: bool
 
     @classmethod
     def from_error(cls, error: Exception) -> "Failure":
-        """vLLM on several GPUs raises RuntimeError for every error of a worker, so that may be transient."""
+        """Treat RuntimeError as transient: vLLM on several GPUs raises it for any error of a worker."""
         text = str(error) or repr(error)
         if is_out_of_memory(error):
             text += (
@@ -64,11 +64,11 @@ class Failure:
 
 
 class EngineProcess:
-    """One engine in a process of its own, until `end`.
+    """One engine in a child process, until `end`.
 
     Raises:
         ValueError: if the engine cannot be built with these settings.
-        EngineDied: if it fails otherwise.
+        EngineDied: on any other failure.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -84,18 +84,18 @@ class EngineProcess:
             self._receive(None)
 
     def is_alive(self) -> bool:
-        """Whether it takes a job. Between two jobs nothing comes but the EOF of a process that died."""
+        """Whether it accepts a job. Between two jobs the connection is readable only at EOF."""
         return self.process.exitcode is None and not self.connection.poll()
 
     def run(self, job: Job, on_progress: OnProgress | None = None) -> Any:
-        """Run a job in the process and return its result; after a failure the process ends.
+        """Run a job and return its result; a failure ends the process.
 
         Args:
-            on_progress: called about once a second; after it fails, the job continues without it.
+            on_progress: called about once a second; if it raises, the job continues without it.
 
         Raises:
-            ValueError: an error of the job that would come again.
-            EngineDied: another error of the job, or the process died.
+            ValueError: if the job failed and a retry would fail again.
+            EngineDied: if the job failed otherwise, or the process died.
         """
         with self._ended_on_failure():
             try:
@@ -105,9 +105,9 @@ class EngineProcess:
             return self._receive(on_progress)
 
     def end(self) -> None:
-        """Kill the process and its children: an orderly end takes a second and frees no more."""
+        """Kill the process and its children: a clean shutdown takes a second and frees no more."""
         if self.process.pid is not None:
-            with suppress(ProcessLookupError):  # it may not lead a group yet
+            with suppress(ProcessLookupError):  # the child may not have called setsid yet
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()
             self.process.join()
@@ -117,14 +117,14 @@ class EngineProcess:
     def _ended_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # Ctrl-C too: nothing would take the result
+        except BaseException:  # Ctrl-C too: no one would receive the result
             self.end()
             raise
 
     def _receive(self, on_progress: OnProgress | None) -> Any:
-        """The job's result, after any number of progress reports."""
+        """Return the job's result; pass every Progress before it to `on_progress`."""
         while True:
-            # Workers of a killed engine keep its end of the connection open for a while.
+            # Wait for the process too: workers of a killed engine keep the connection open for a while.
             if self.connection not in wait([self.connection, self.process.sentinel]):
                 raise self._death()
             try:
@@ -139,7 +139,7 @@ class EngineProcess:
                 if on_progress:
                     on_progress(reply)
             except Exception as e:
-                logger.warning("progress is not shown any more: %s", e, exc_info=True)
+                logger.warning("progress is no longer shown: %s", e, exc_info=True)
                 on_progress = None
 
     def _death(self) -> EngineDied:
@@ -147,45 +147,43 @@ class EngineProcess:
         status = self.process.exitcode or 0
         if status == -signal.SIGKILL:
             return EngineDied(
-                "the engine process was killed (signal 9), most likely for lack of memory; lower "
+                "the engine process was killed (signal 9), probably out of memory; lower "
                 "engine.max_num_seqs, engine.max_num_batched_tokens or engine.cpu_kv_cache_gib, "
                 "or give it more memory"
             )
         how = f"was ended by signal {-status}" if status < 0 else f"ended with exit code {status}"
-        return EngineDied(f"the engine process {how}; its last lines on stderr say why")
+        return EngineDied(f"the engine process {how}; the last lines on stderr say why")
 
 
 def forks_engines() -> bool:
-    """Whether engines are forked: on Linux without a GPU.
+    """Fork engines only on Linux without a GPU.
 
-    System libraries of other platforms keep threads of their own, and a CUDA driver that the import touched
-    does not survive a fork; next to a GPU the import takes little time compared with the engine's own start.
+    System libraries of macOS start threads, and an initialized CUDA driver does not survive a fork.
     """
     return sys.platform == "linux" and not has_gpu()
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA GPU is present; asks no driver."""
+    """Whether an NVIDIA GPU is present; does not initialize CUDA."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _start(process: BaseProcess, library: str) -> None:
-    """Start a process with its own environment and without the parent's main module.
+    """Start a process with its own environment and without importing the parent's main module.
 
-    multiprocessing has no arguments for these. Importing the main module takes seconds with flytekit, and
-    would run a script without a guard again.
+    multiprocessing has no arguments for these. The import takes seconds with flytekit, and would run a
+    script without a `__main__` guard a second time.
     """
     no_main = {"__main__": ModuleType("__main__")}
-    environment = _environment(library)
     if not forks_engines():
-        with _changed(os.environ, environment), _changed(sys.modules, no_main):
+        with _changed(os.environ, _environment(library)), _changed(sys.modules, no_main):
             process.start()
         return
     if library not in _fork_servers:
         _fork_servers[library] = forkserver.ForkServer()
         _fork_servers[library].set_forkserver_preload([PRELOADED[library]])
     server = _fork_servers[library]
-    with _changed(os.environ, environment):
+    with _changed(os.environ, _environment(library)):
         server.ensure_running()
     own_server = {"connect_to_new_process": server.connect_to_new_process}
     with _changed(vars(forkserver), own_server), _changed(sys.modules, no_main):
@@ -193,7 +191,7 @@ def _start(process: BaseProcess, library: str) -> None:
             process.start()
         except EOFError:
             raise EngineDied(
-                f"the process that imports {library} ended; its last lines on stderr say why"
+                f"the fork server of {library} ended; the last lines on stderr say why"
             ) from None
 
 
@@ -210,23 +208,22 @@ def _changed(entries: MutableMapping[str, Any], changes: dict[str, Any]) -> Iter
 
 
 def _environment(library: str) -> dict[str, str]:
-    """What a library needs before it is imported."""
+    """Environment variables that must be set before a library is imported."""
     env = {
         "PYTHONPATH": _before_others(Path(__file__).resolve().parents[2], "PYTHONPATH"),
-        "HF_HUB_OFFLINE": "1",  # targets are directories
+        "HF_HUB_OFFLINE": "1",  # targets are local directories
         "TOKENIZERS_PARALLELISM": "false",
     }
     if library != "vllm":
         return env
-    # vLLM warns of settings that are chosen here on purpose; its errors come back as exceptions.
+    # vLLM warns about settings that we choose on purpose; its errors are raised as exceptions.
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.exists() and not has_gpu():
         env["LD_PRELOAD"] = _before_others(openmp, "LD_PRELOAD")
-        # Idle threads that spin for the default 200 ms take the cores from everything else
-        # (vllm/utils/ompmultiprocessing.py).
+        # By default idle threads spin for 200 ms and keep the cores busy (vllm/utils/ompmultiprocessing.py).
         defaults["KMP_BLOCKTIME"] = "5"
-        # Unset, a forked child is bound to one core ("disabled" aborts it): half the speed on two cores.
+        # If unset, a forked child is bound to one core, half the speed on two; "disabled" aborts it.
         defaults["KMP_AFFINITY"] = "none"
     env |= {name: os.environ.get(name, value) for name, value in defaults.items()}
     return env | {
@@ -241,9 +238,9 @@ def _before_others(path: Path, variable: str) -> str:
 
 
 def _serve(settings: EngineSettings, connection: Connection) -> None:
-    """Build one engine and run jobs, until one fails or the other end is closed."""
-    os.setsid()  # one group with the engine's workers, out of reach of Ctrl-C: the parent ends them all
-    os.dup2(2, 1)  # what libraries print does not mix with the parent's output
+    """Build an engine and run jobs until one fails or the parent closes the connection."""
+    os.setsid()  # a process group with the engine's workers: Ctrl-C does not reach it, the parent kills it
+    os.dup2(2, 1)  # libraries print to stdout; keep it out of the parent's output
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         engine = _build(settings)
@@ -278,13 +275,13 @@ def _jobs(connection: Connection) -> Iterator[Job]:
 
 
 def _send_progress(connection: Connection, progress: Progress) -> None:
-    """Drop it if the connection is full: a parent that uploads a Deck meanwhile must not stop the engine."""
+    """Send progress unless the connection is full: a parent that uploads a Deck must not block the engine."""
     if select([], [connection], [], 0)[1]:
         connection.send(progress)
 
 
 def _end_with_parent() -> None:
-    """Kill this process and its workers when the parent is gone, also in the middle of a job."""
+    """Kill this process and its workers when the parent ends, even during a job."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,8 +1,7 @@
-"""Progress of a long job: counted where the engine works (Report), shown where the caller waits (Watch).
+"""Progress of a long job: a Report counts in the engine process, a Watch shows it in the caller's.
 
-An engine counts in callbacks that it has anyway, and sends a Progress at most once a second. A Watch draws a
-bar if stderr is a terminal, else writes a log line every LOG_EVERY_S, and may pass each Progress on, to a
-Deck.
+A Report sends a Progress at most once a second. A Watch draws a bar if stderr is a terminal, otherwise it
+logs a line every LOG_EVERY_S; it may also pass each Progress to a Deck.
 """
 
 import logging
@@ -11,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -19,7 +17,7 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 REPORT_EVERY_S = 1.0
 LOG_EVERY_S = 30.0
-# Shorter jobs end before a bar is of use.
+# Shorter jobs need no bar.
 BAR_AFTER_S = 2.0
 
 
@@ -27,9 +25,9 @@ BAR_AFTER_S = 2.0
 class Progress:
     """State of a job at one time.
 
-    done, total: in `unit`, a plural noun; `kept` of them were done by an earlier attempt. tokens: computed or
-    generated in this attempt, with those of unfinished answers if the engine knows them. conversations: rows
-    finished in this attempt. seconds: since the job began, without the engine's start.
+    done, total: in `unit`, a plural noun. kept: part of `done` from an earlier attempt. tokens: computed or
+    generated in this attempt, in unfinished answers too if the engine knows them. conversations: rows
+    finished in this attempt. seconds: since the job started, without the engine's start.
     """
 
     done: int
@@ -42,19 +40,19 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """By this attempt's mean rate; None before anything is done."""
+        """Estimate from this attempt's mean rate; None until something is done."""
         new = self.done - self.kept
         return (self.total - self.done) * self.seconds / new if new > 0 else None
 
     def tokens_per_s(self, earlier: "Progress | None" = None) -> float:
-        """Since an earlier Progress, by default since the job began."""
+        """Rate since an earlier Progress, by default since the job started."""
         tokens = self.tokens - (earlier.tokens if earlier else 0)
         seconds = self.seconds - (earlier.seconds if earlier else 0.0)
         return tokens / max(seconds, 1e-3)
 
 
 def progress_text(progress: Progress, earlier: Progress | None = None) -> str:
-    """One line for people; the rate is that since an earlier Progress."""
+    """Describe progress in one line, with the rate since `earlier`."""
     parts = [f"{progress.done:,} of {progress.total:,} {progress.unit}"]
     if progress.conversations != progress.done:
         parts.append(f"{progress.conversations:,} conversations")
@@ -65,17 +63,17 @@ def progress_text(progress: Progress, earlier: Progress | None = None) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """40 s, 12 min, 3.2 h."""
+    """Format a duration as 40 s, 12 min or 3.2 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
 class Report:
-    """Counts an engine's work; sends a Progress every REPORT_EVERY_S, and one when a job has succeeded.
+    """Counts an engine's work; sends a Progress every REPORT_EVERY_S and when the job succeeds.
 
-    Use as a context manager around the job; after it, and without `send`, nothing is sent. One thread counts;
-    another may end it.
+    It is a context manager around the job. One thread counts; another may exit the context, after which
+    nothing is sent.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class Report:
         self.lock = threading.Lock()
 
     def begin(self, total: int, unit: str, done: Callable[[], int]) -> None:
-        """Describe the job; `done` is called about once a second and includes what an earlier attempt did."""
+        """Start the clock. `done` is called about once a second and includes work of an earlier attempt."""
         self.total = total
         self.unit = unit
         self.done = done
@@ -98,13 +96,13 @@ class Report:
         self.started_at = self.sent_at = self.clock()
 
     def add(self, tokens: int, conversations: int) -> None:
-        """Count finished answers or captured rows, and conversations that ended with them."""
+        """Count tokens of a finished answer or captured row, and conversations that it finished."""
         self.counted_tokens += tokens
         self.tokens = max(self.tokens, self.counted_tokens)
         self.conversations += conversations
 
     def tell(self, tokens: Callable[[], int] | None = None) -> None:
-        """Send a Progress if it is time. `tokens`, called only then, counts unfinished answers too."""
+        """Send a Progress if one is due; only then call `tokens`, which counts unfinished answers too."""
         if self.send is None or self.clock() - self.sent_at < REPORT_EVERY_S:
             return
         if tokens is not None:
@@ -116,29 +114,31 @@ class Report:
             if self.send is None or self.done is None:
                 return
             self.sent_at = self.clock()
-            seconds = round(self.sent_at - self.started_at, 3)
-            done = self.done()
-            counts = (self.total, self.unit, self.kept, self.tokens, self.conversations)
-            self.send(Progress(done, *counts, seconds))
+            progress = Progress(
+                done=self.done(),
+                total=self.total,
+                unit=self.unit,
+                kept=self.kept,
+                tokens=self.tokens,
+                conversations=self.conversations,
+                seconds=round(self.sent_at - self.started_at, 3),
+            )
+            self.send(progress)
 
     def __enter__(self) -> "Report":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
+        if error_type is None:
             self._send()
         with self.lock:
             self.send = None
 
 
 class Watch:
-    """Shows a job; use as a context manager, and call it with every Progress.
+    """Shows a job's progress: a context manager, called with every Progress and passing it to `on_progress`.
 
-    Args:
-        label: stage and shard, "extract shard 3".
-        on_progress: gets every Progress too.
+    label: stage and shard, such as "extract shard 3".
     """
 
     def __init__(self, label: str, on_progress: Callable[[Progress], None] | None = None) -> None:
@@ -150,7 +150,7 @@ class Watch:
     def __enter__(self) -> "Watch":
         return self
 
-    def __exit__(self, *failure: object) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.bar is not None:
             self.bar.close()
         self.bar = None

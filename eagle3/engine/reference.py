@@ -1,4 +1,4 @@
-"""The target by transformers: a slow reference to check vLLM against, and for machines without vLLM."""
+"""The target in transformers: a slow reference for tests of vLLM and for machines without it."""
 
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -14,12 +14,12 @@ from eagle3.regenerate.answers import Answer, Follow, Request, Sampling
 from eagle3.shards.tokens import TokenRow
 from eagle3.targets.properties import end_of_turn_ids
 
-# Padding is computed here, unlike in vLLM: batches are small and hold rows of similar length.
+# Unlike vLLM, transformers computes padding: batches are small and hold rows of similar length.
 BATCH_TOKENS = 4096
 
 
 class ReferenceEngine:
-    """The same jobs as VllmEngine, with the whole model in this process."""
+    """Does what VllmEngine does, with the whole model in this process."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
@@ -31,12 +31,11 @@ class ReferenceEngine:
             settings.target_dir, dtype=getattr(torch, settings.engine.dtype), local_files_only=True
         )
         self.model = model.to(self.device).eval()
-        self.model.generation_config = GenerationConfig()  # its sampling defaults would mix into every call
+        self.model.generation_config = GenerationConfig()  # else its sampling defaults apply to every call
         self.num_drafts = 0
         self.accepted = [0] * (settings.speculation.num_tokens if settings.speculation else 0)
 
     def describe(self) -> dict[str, Any]:
-        """Every setting that can change a state, for the manifest."""
         return {
             "engine": "transformers",
             "engine_version": f"transformers {version('transformers')}",
@@ -48,7 +47,7 @@ class ReferenceEngine:
 
     @torch.no_grad()
     def capture(self, rows: list[TokenRow], add: Add) -> int:
-        """Give every row's states to `add`, in batches of similar length; returns 0, as it has no cache."""
+        """Call `add` for every row; returns 0 because no prefix cache exists."""
         lengths = [len(r.token_ids) for r in rows]
         for batch in self._batches_in_order(lengths):
             states, last = self._states([rows[i].token_ids for i in batch])
@@ -58,16 +57,16 @@ class ReferenceEngine:
         return 0
 
     def _batches_in_order(self, lengths: list[int]) -> Iterator[list[int]]:
-        """Batches of similar length from a window of rows, so that chunks are finished in order."""
+        """Batch rows of similar length within a window of rows, so that chunks finish in order."""
         window = 4 * self.max_num_seqs
         for first in range(0, len(lengths), window):
             for batch in batches(lengths[first : first + window], self.max_num_seqs):
                 yield [first + i for i in batch]
 
     def _states(self, token_ids: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """[B, T, A + 1, H] states, the last before the final norm, and [B, T, H] after it.
+        """Return states [B, T, A + 1, H], the last one before the final norm, and [B, T, H] after the norm.
 
-        transformers' hidden_states[N] is after the norm: the state before it is what goes into the norm.
+        transformers' hidden_states[N] is after the norm, so a hook keeps the norm's input.
         """
         kept: list[Tensor] = []
         norm = self.model.base_model.norm
@@ -89,11 +88,10 @@ class ReferenceEngine:
         """Nothing to do."""
 
     def draft_counts(self) -> tuple[int, tuple[int, ...]]:
-        """Speculative rounds so far, and accepted draft tokens by position; (0, ()) without a draft."""
         return self.num_drafts, tuple(self.accepted)
 
     def answer(self, requests: dict[int, Request], follow: Follow, seed: int, report: Report) -> None:
-        """Answer every conversation's request and those that `follow` returns, round by round."""
+        """Answer round by round: all requests of one turn, then those of the next."""
         torch.manual_seed(seed)
         while requests:
             following: dict[int, Request | None] = {}
@@ -107,7 +105,7 @@ class ReferenceEngine:
             requests = {i: request for i, request in following.items() if request}
 
     def _answers(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[tuple[int, Answer]]:
-        """(number of the prompt, answer), as they are made."""
+        """Yield (index of the prompt, answer), each when it finishes."""
         end_ids = [] if sampling.ignore_eos else self.end_ids
         written = self._speculate if self.settings.speculation else self._sample
         for i, token_ids in written(prompts, sampling, end_ids):
@@ -116,10 +114,17 @@ class ReferenceEngine:
     def _sample(
         self, prompts: list[list[int]], sampling: Sampling, end_ids: list[int]
     ) -> Iterator[tuple[int, list[int]]]:
-        """(number of the prompt, token ids), batch by batch."""
         longest = sampling.max_new_tokens
+        sampling_arguments: dict[str, Any] = {}  # greedy
+        if sampling.temperature > 0:
+            sampling_arguments = {
+                "do_sample": True,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": 0,
+            }
         config = GenerationConfig(
-            max_new_tokens=longest, eos_token_id=end_ids or None, pad_token_id=0, **_how(sampling)
+            max_new_tokens=longest, eos_token_id=end_ids or None, pad_token_id=0, **sampling_arguments
         )
         for batch in batches([len(p) + longest for p in prompts], self.max_num_seqs):
             ids, mask = _padded([prompts[i] for i in batch], self.device, left=True)
@@ -131,7 +136,6 @@ class ReferenceEngine:
     def _speculate(
         self, prompts: list[list[int]], sampling: Sampling, end_ids: list[int]
     ) -> Iterator[tuple[int, list[int]]]:
-        """(number of the prompt, token ids), one by one."""
         from eagle3.draft.decode import ReferenceDraft, speculative_generate
 
         if sampling.temperature > 0:
@@ -152,15 +156,8 @@ class ReferenceEngine:
             yield i, token_ids
 
 
-def _how(sampling: Sampling) -> dict[str, Any]:
-    """The arguments of transformers; greedy is its default."""
-    if sampling.temperature > 0:
-        return {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-    return {}
-
-
 def batches(lengths: list[int], max_rows: int) -> list[list[int]]:
-    """Group indices, longest first; a group has at most BATCH_TOKENS with padding, or one row."""
+    """Group row indices, longest rows first; a group has at most BATCH_TOKENS with padding, or one row."""
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if (
@@ -175,7 +172,7 @@ def batches(lengths: list[int], max_rows: int) -> list[list[int]]:
 
 
 def _padded(token_ids: list[list[int]], device: str, left: bool) -> tuple[Tensor, Tensor]:
-    """[B, T] int64 ids and attention mask (1 where real)."""
+    """Pad to token ids [B, T] int64 and an attention mask [B, T] int64, 1 at tokens and 0 at padding."""
     width = max(map(len, token_ids))
     ids = torch.zeros(len(token_ids), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)

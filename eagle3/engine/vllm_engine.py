@@ -1,4 +1,4 @@
-"""vLLM in this process: it generates answers, or fills its cache with hidden states."""
+"""The target in vLLM, in this process: it generates answers or captures hidden states."""
 
 import json
 import os
@@ -21,8 +21,8 @@ from eagle3.regenerate.answers import Answer, Follow, Request
 from eagle3.shards.tokens import TokenRow
 from eagle3.targets.properties import DTYPE_BYTES, end_of_turn_ids
 
-# A CPU engine's default block of 128 tokens is longer than most shared prompts, so nothing would be cached;
-# its kernels want multiples of 32.
+# The CPU default of 128 tokens is longer than most shared prefixes, so the prefix cache would stay empty; CPU
+# kernels need multiples of 32.
 CPU_BLOCK_SIZE = 32
 WARM_UP_PROMPTS, WARM_UP_TOKENS = 4, 4
 
@@ -38,7 +38,7 @@ class VllmEngine:
         self.end_ids = end_of_turn_ids(settings.target_dir)
         self.arguments = self._arguments()
         if self.is_cpu and settings.tensor_parallel_size > 1:
-            # By default each rank wants a NUMA node of its own.
+            # By default each rank needs its own NUMA node.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if settings.speculation is not None:
             self.arguments |= self._speculation()
@@ -70,12 +70,12 @@ class VllmEngine:
         config, speculation = self.settings.engine, self.settings.speculation
         assert speculation is not None
         return {
-            # vLLM 0.32 ends each prefill chunk of its drafter with the prompt's last token instead of the
-            # chunk's next one (v1/spec_decode/llm_base_proposer.py, backup token): 12 of 184 proposals
-            # differed in a test, none without chunks.
+            # After a prefill chunk, vLLM 0.32 gives its drafter the prompt's last token instead of the next
+            # one (v1/spec_decode/llm_base_proposer.py, backup token): 12 of 184 proposals differed in a test,
+            # none without chunked prefill.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_model_len),
-            # Without a method vLLM looks for "eagle3" in the path and else serves it as an ordinary model.
+            # Without a method, vLLM loads an ordinary draft model unless the path contains "eagle3".
             "speculative_config": {
                 "method": "eagle3",
                 "model": speculation.draft_dir,
@@ -86,8 +86,7 @@ class VllmEngine:
     def _capturing(self, layer_ids: tuple[int, ...]) -> dict[str, Any]:
         self.receiver = Receiver() if self.settings.tensor_parallel_size > 1 else None
         return {
-            # One more token than the longest row: each row is followed by one generated token, which is never
-            # computed.
+            # Room for the one token that each row generates.
             "max_model_len": self.settings.engine.max_model_len + 1,
             "speculative_config": {
                 "method": "extract_hidden_states",
@@ -108,7 +107,7 @@ class VllmEngine:
         }
 
     def _captured_ids(self, layer_ids: tuple[int, ...]) -> list[int]:
-        """The layers that the engine keeps, ascending, each once; the last may be one of the aux layers."""
+        """The aux layers and the last layer, ascending and unique."""
         return sorted({*layer_ids, self.model["num_hidden_layers"]})
 
     def _bytes_per_state_token(self) -> int:
@@ -117,7 +116,7 @@ class VllmEngine:
         return num_states * int(self.model["hidden_size"]) * DTYPE_BYTES[self.settings.engine.dtype]
 
     def _cpu_cache_bytes(self) -> int:
-        """Size of the key-value cache: clearing 1 GiB takes 1.7 s, and few or short sequences need less."""
+        """Size of the KV cache, no larger than needed: zeroing 1 GiB takes 1.7 s."""
         model, config = self.model, self.settings.engine
         head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
         kv_heads = model.get("num_key_value_heads") or model["num_attention_heads"]
@@ -127,21 +126,18 @@ class VllmEngine:
         return int(min(config.cpu_kv_cache_gib << 30, max(64 << 20, 2 * tokens * per_token)))
 
     def describe(self) -> dict[str, Any]:
-        """Every setting that can change a state, for the manifest."""
         named = ("dtype", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "tensor_parallel_size")
-        device = "cpu" if self.is_cpu else current_platform.get_device_name()
         return {
             "engine": "vllm",
             "engine_version": _vllm_version(),
             "torch_version": torch.__version__,
-            "device": device,
+            "device": "cpu" if self.is_cpu else current_platform.get_device_name(),
             "last_layer_id": self.model["num_hidden_layers"],
             "prefix_caching": True,
             **{name: self.arguments[name] for name in named},
         }
 
     def capture(self, rows: list[TokenRow], add: Add) -> int:
-        """Give every row's states to `add`; returns the tokens found in the prefix cache."""
         layer_ids = self.settings.layer_ids
         assert layer_ids is not None
         captured = self._captured_ids(layer_ids)
@@ -156,7 +152,6 @@ class VllmEngine:
         )
 
     def warm_up(self, requests: list[Request]) -> None:
-        """Answer a few tokens once, and empty the prefix cache."""
         if not self.is_warm:
             self.is_warm = True
             for i, request in enumerate(requests[:WARM_UP_PROMPTS]):
@@ -167,7 +162,7 @@ class VllmEngine:
         self.llm.reset_prefix_cache()
 
     def answer(self, requests: dict[int, Request], follow: Follow, seed: int, report: Report) -> None:
-        """Answer every conversation's request and those that `follow` returns; all are in flight at once."""
+        """Answer with one request of every conversation in flight."""
         torch.manual_seed(seed)
         before = self._num_generated()
         for i, request in requests.items():
@@ -180,7 +175,7 @@ class VllmEngine:
                 if following:
                     self._add(i, following)
                 report.add(len(answer.token_ids), following is None)
-            # Called once a second: reading the engine's metrics takes a millisecond.
+            # Called at most once a second: reading vLLM's metrics takes a millisecond.
             report.tell(lambda: self._num_generated() - before)
 
     def _add(self, i: int, request: Request) -> None:
@@ -197,11 +192,10 @@ class VllmEngine:
         self.engine.add_request(str(i), tokens_input(request.prompt), parameters)
 
     def _num_generated(self) -> int:
-        """Tokens so far, those of unfinished answers too."""
+        """Number of tokens so far, unfinished answers included."""
         return sum(m.value for m in self.llm.get_metrics() if m.name == "vllm:generation_tokens")
 
     def draft_counts(self) -> tuple[int, tuple[int, ...]]:
-        """Speculative rounds so far, and accepted draft tokens by position; (0, ()) without a draft."""
         rounds = 0
         accepted: tuple[int, ...] = ()
         for metric in self.llm.get_metrics():

@@ -1,9 +1,8 @@
-"""Imports vLLM and its engines' modules, once for all engines that are forked from this process."""
+"""Imports vLLM and our engine once, in the process that forks all engines."""
 
 import gc
 
-# Collections during the import take 3 of 15 s; what it makes stays for good, so later collections may skip
-# it.
+# Garbage collection takes 3 of the import's 15 s; the imported objects live on, so later runs may skip them.
 gc.disable()
 
 import vllm  # noqa: E402

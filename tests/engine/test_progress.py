@@ -150,7 +150,7 @@ def test_a_callback_that_fails_is_dropped_and_the_job_goes_on(
     expected = answer(target)
     assert answer(target, fail) == expected
     assert len(looks) == 1
-    assert caplog.text.count("progress is not shown any more: nobody looks") == 1
+    assert caplog.text.count("progress is no longer shown: nobody looks") == 1
 
 
 def test_ctrl_c_while_progress_is_shown_ends_the_engine_and_the_next_call_starts_another(

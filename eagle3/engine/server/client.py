@@ -1,8 +1,8 @@
-"""Asks a running vLLM server for completions: token ids in, token ids out, many in flight.
+"""A client of vLLM's completions API with token ids as prompts and answers.
 
-Transient errors are tried again after growing pauses: a lost connection, a time-out, 408, 429, 5xx, an answer
-that is not JSON. Other 4xx are raised at once with the server's own words. The server's key comes from the
-environment and is sent in one header: it is in no message, setting or manifest.
+It retries transient errors with backoff: lost connections, timeouts, 408, 429, 5xx and bodies that are not
+JSON. It raises other 4xx at once with the server's message. The API key comes from the environment and is sent
+in a header; no message, setting or manifest contains it.
 """
 
 import asyncio
@@ -22,17 +22,16 @@ from eagle3.uris import redact
 logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "EAGLE3_SERVER_KEY"
-# Pauses of 0.5, 1, 2 … 30 s, about two minutes in all: longer than a proxy's restart, shorter than a GPU
-# should be idle.
+# Pauses of 0.5, 1, 2 … 30 s, two minutes in all: a proxy restarts within that time.
 MAX_ATTEMPTS = 10
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 CONNECT_TIMEOUT_S = 10.0
-# An answer arrives as a whole: at 8 tokens a second, and after as long a wait in the server's queue.
+# Answers are not streamed: allow 8 tokens per second, and as long again in the server's queue.
 READ_TIMEOUT_S, READ_TIMEOUT_PER_TOKEN_S = 600.0, 0.25
-# Servers close idle connections after 5 s: one that is about to be closed must not be used again.
+# vLLM closes idle connections after 5 s; drop them earlier, so that no request uses a closing one.
 KEEP_ALIVE_S = 3.0
-# A pool looks at all its connections several times a request: 256 in one pool take 10 ms of CPU a request, in
-# pools of 8 2.2 ms.
+# httpx scans a pool's connections several times per request: one pool of 256 takes 10 ms of CPU per request,
+# pools of 8 take 2.2 ms.
 POOL_SIZE = 8
 WARN_EVERY_S = 10.0
 EXCERPT_CHARACTERS = 300
@@ -40,7 +39,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class ServedModel(BaseModel):
-    """One entry of /v1/models."""
+    """An entry of /v1/models."""
 
     id: str
     max_model_len: int | None = None
@@ -61,12 +60,12 @@ class _Completions(BaseModel):
 
 
 class ServerClient:
-    """A server's URL with its connections; use it as an async context.
+    """An async context manager with a server's connections.
 
     Args:
-        url: http(s)://host[:port][/prefix], with or without a last /v1.
-        max_in_flight: requests at once, at most.
-        max_attempts: of each request.
+        url: http(s)://host[:port][/prefix], with or without /v1 at the end.
+        max_in_flight: most concurrent requests.
+        max_attempts: per request.
     """
 
     def __init__(self, url: str, max_in_flight: int = 1, max_attempts: int = MAX_ATTEMPTS) -> None:
@@ -74,7 +73,7 @@ class ServerClient:
         self.max_attempts = max_attempts
         self._key = _server_key()
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        # Once for all pools: loading certificates takes 0.2 s.
+        # Shared by all pools: loading certificates takes 0.2 s.
         tls = httpx.create_ssl_context() if self.url.startswith("https") else False
         limits = httpx.Limits(
             max_connections=POOL_SIZE, max_keepalive_connections=POOL_SIZE, keepalive_expiry=KEEP_ALIVE_S
@@ -87,26 +86,21 @@ class ServerClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *failure: Any) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for pool in self._pools:
             await pool.aclose()
 
     async def models(self) -> list[ServedModel]:
-        """What the server serves, adapters included."""
+        """List the served models, LoRA adapters included."""
         return (await self._ask("GET", "/v1/models", _Models)).data
 
     async def complete(self, model: str, prompt: list[int], max_tokens: int, **sampling: Any) -> Answer:
-        """Answer one prompt.
-
-        Args:
-            prompt: token ids, sent and answered as such; the server adds nothing to them.
-            max_tokens: longest answer.
-            sampling: further fields of /v1/completions.
+        """Answer one prompt; `sampling` are further fields of /v1/completions.
 
         Raises:
             ValueError: if the server refuses the request.
             EngineDied: if it gives no usable answer in `max_attempts`.
-            RuntimeError: if it answers another prompt.
+            RuntimeError: if it returns other prompt token ids than it was sent.
         """
         body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, **sampling}
         body["return_token_ids"] = True
@@ -115,7 +109,7 @@ class ServerClient:
         choice = answer.choices[0]
         if choice.prompt_token_ids != prompt:
             raise RuntimeError(
-                f"the server at {self.url} answered another prompt than it was sent: "
+                f"the server at {self.url} answered another prompt: "
                 f"{_difference(prompt, choice.prompt_token_ids)}; it must not truncate or change token ids"
             )
         if choice.finish_reason not in ("stop", "length"):
@@ -135,21 +129,21 @@ class ServerClient:
     ) -> Model:
         timeout = httpx.Timeout(CONNECT_TIMEOUT_S, read=read_timeout_s, pool=None)
         start = time.monotonic()
-        fault = _Transient("")
+        error = _Transient("")
         for attempt in range(1, self.max_attempts + 1):
             try:
                 return self._read(await self._request(method, path, body, timeout), path, model)
             except httpx.RequestError as e:
-                fault = _Transient(f"{type(e).__name__} {e}".strip())
+                error = _Transient(f"{type(e).__name__} {e}".strip())
             except _Transient as e:
-                fault = e
+                error = e
             if attempt < self.max_attempts:
-                self._warn(fault, attempt)
+                self._warn(error, attempt)
                 pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1)
-                await asyncio.sleep(max(pause_s, fault.pause_s))
+                await asyncio.sleep(max(pause_s, error.pause_s))
         raise EngineDied(
             f"the server at {self.url} gave no answer to {path} in {self.max_attempts} attempts over "
-            f"{time.monotonic() - start:.0f} s, at last: {fault}; see that it runs and can be reached from "
+            f"{time.monotonic() - start:.0f} s, last error: {error}; see that it runs and can be reached from "
             "here, then run again"
         )
 
@@ -164,42 +158,42 @@ class ServerClient:
 
     def _read(self, response: httpx.Response, path: str, model: type[Model]) -> Model:
         status = response.status_code
-        said = f"{status} {self._excerpt(response.text)}"
+        answer = f"{status} {self._excerpt(response.text)}"
         if status in (408, 429) or status >= 500:
-            raise _Transient(said, _retry_after_s(response))
+            raise _Transient(answer, _retry_after_s(response))
         if not response.is_success:
             remedy = "see that the URL is the server's own and that both run the same vLLM version"
             if status in (401, 403):
                 remedy = f"set the environment variable {KEY_VARIABLE} to the server's API key"
             elif status == 400:
                 remedy = "see the server's settings"
-            raise ValueError(f"the server at {self.url} refused {path}: {said}; {remedy}")
+            raise ValueError(f"the server at {self.url} refused {path}: {answer}; {remedy}")
         try:
             return model.model_validate_json(response.content)
         except ValidationError as e:
             first = e.errors(include_input=False, include_url=False, include_context=False)[0]
-        if first["type"] == "json_invalid":  # a proxy's page, or cut off
+        if first["type"] == "json_invalid":  # an error page of a proxy, or a truncated body
             raise _Transient(f"no JSON but {self._excerpt(response.text)!r}")
         where = ".".join(map(str, first["loc"]))
         raise RuntimeError(
-            f"the server at {self.url} answered {path} without a field that is needed "
-            f"({where}: {first['msg']}); it has to be vLLM, 0.10.2 or newer, which returns token ids"
+            f"the server at {self.url} answered {path} without a required field "
+            f"({where}: {first['msg']}); it must run vLLM 0.10.2 or newer, which returns token ids"
         )
 
     def _excerpt(self, text: str) -> str:
-        """The start of a server's text for a message; without the key, which some servers repeat."""
+        """Shorten a server's text for a message and remove the API key, which some servers repeat."""
         without_key = text.replace(self._key, "…") if self._key else text
         return " ".join(without_key.split())[:EXCERPT_CHARACTERS]
 
-    def _warn(self, fault: Exception, attempt: int) -> None:
+    def _warn(self, error: Exception, attempt: int) -> None:
         if time.monotonic() - self._warned_at >= WARN_EVERY_S:
             self._warned_at = time.monotonic()
             text = "the server at %s: %s; attempt %d of %d, trying again"
-            logger.warning(text, self.url, fault, attempt, self.max_attempts)
+            logger.warning(text, self.url, error, attempt, self.max_attempts)
 
 
 class _Transient(Exception):
-    """No usable answer, but the next try may get one, after a pause of at least pause_s seconds."""
+    """No usable answer; retry after at least pause_s seconds."""
 
     def __init__(self, text: str, pause_s: float = 0.0) -> None:
         super().__init__(text)
@@ -207,34 +201,30 @@ class _Transient(Exception):
 
 
 def server_root(url: str) -> str:
-    """The URL without its last slash and /v1.
-
-    Raises:
-        ValueError: if it is no http(s) URL or has a user name or password.
-    """
-    if "@" in url:  # not shown: it may have a password
-        raise ValueError(f"the server's URL must carry no user or password; put the key into {KEY_VARIABLE}")
-    must = f"the server's URL must read http://host:port without a query, got {redact(url)!r}"
+    """Strip the last slash and /v1; raises ValueError unless it is an http(s) URL without credentials."""
+    if "@" in url:  # the URL may contain a password: keep it out of the message
+        raise ValueError(
+            f"the server's URL must contain no user or password; put the key into {KEY_VARIABLE}"
+        )
+    rule = f"the server's URL must read http://host:port without a query, got {redact(url)!r}"
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as e:
-        raise ValueError(f"{must}: {e}") from None
+        raise ValueError(f"{rule}: {e}") from None
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment:
-        raise ValueError(must)
+        raise ValueError(rule)
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def _server_key() -> str:
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise ValueError(
-            f"{KEY_VARIABLE} must hold printable ASCII characters only; set it to the server's API key"
-        )
+        raise ValueError(f"{KEY_VARIABLE} must contain printable ASCII only; set it to the server's API key")
     return key
 
 
 def _retry_after_s(response: httpx.Response) -> float:
-    """The server's Retry-After in seconds, at most LONGEST_PAUSE_S; dates are not read."""
+    """The Retry-After header in seconds, at most LONGEST_PAUSE_S; 0 if it is missing or a date."""
     seconds = response.headers.get("retry-after", "")
     return min(LONGEST_PAUSE_S, float(seconds)) if seconds.isdecimal() else 0.0
 

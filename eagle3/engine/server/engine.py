@@ -1,13 +1,11 @@
-"""A vLLM server that the user runs, as an engine: it answers, but captures nothing and loads no draft.
+"""An engine that sends requests to a user's running vLLM server. It cannot capture or speculate.
 
-Requests carry no seed, since a CPU build of vLLM ends at the first seeded request. At temperature 0 answers
-repeat as far as the server's arithmetic does, which depends on the rows that it batches; above that they
-differ from run to run.
+Requests have no seed, because a CPU build of vLLM crashes at the first seeded request. Answers repeat only at
+temperature 0, up to rounding differences between batches.
 """
 
 import asyncio
 import logging
-from typing import Any
 
 from eagle3.engine.interface import EngineSettings
 from eagle3.engine.progress import Report
@@ -17,9 +15,9 @@ from eagle3.targets.properties import end_of_turn_ids
 
 logger = logging.getLogger(__name__)
 
-# A server that runs answers at once: four attempts in four seconds.
+# Four attempts in four seconds: a running server answers at once.
 START_ATTEMPTS = 4
-# A server fills open fields from the target's generation_config.json; an engine of ours does not.
+# A server takes missing fields from the target's generation_config.json; the other engines do not.
 NEUTRAL = {
     "top_k": 0,
     "min_p": 0.0,
@@ -30,10 +28,10 @@ NEUTRAL = {
 
 
 class ServerEngine:
-    """Answers over HTTP, from the server at `settings.server_url`.
+    """Sends requests to the server at `settings.server_url`.
 
     Raises:
-        ValueError: if it does not serve exactly one model, or takes less than `engine.max_model_len`.
+        ValueError: if it does not serve exactly one model, or allows less than `engine.max_model_len`.
         EngineDied: if it does not answer.
     """
 
@@ -62,11 +60,9 @@ class ServerEngine:
         return models[0]
 
     def answer(self, requests: dict[int, Request], follow: Follow, seed: int, report: Report) -> None:
-        """Answer every conversation's request and those that `follow` returns, until it returns None."""
         if any(request.sampling.temperature > 0 for request in requests.values()):
             logger.warning(
-                "seed %d is not used: a server samples with its own, so these answers differ from run to run",
-                seed,
+                "seed %d is ignored: a server uses its own, so these answers differ from run to run", seed
             )
         asyncio.run(self._answer(requests, follow, report))
 
@@ -87,25 +83,26 @@ class ServerEngine:
                 async with asyncio.TaskGroup() as group:
                     for i in requests:
                         group.create_task(converse(i))
-            except ExceptionGroup as failures:  # the first one has cancelled the other conversations
-                raise failures.exceptions[0] from None
+            except ExceptionGroup as errors:  # the first one has cancelled the other conversations
+                raise errors.exceptions[0] from None
 
     async def _complete(self, client: ServerClient, request: Request) -> Answer:
         sampling = request.sampling
-        # An engine of ours ends answers at engine.max_model_len; a server refuses a request that may exceed
-        # its own limit.
+        # A server refuses a request that may exceed its own max_model_len.
         wanted = min(sampling.max_new_tokens, self.settings.engine.max_model_len - len(request.prompt))
-        fields: dict[str, Any] = {
+        answer = await client.complete(
+            self.served.id,
+            request.prompt,
+            wanted,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            ignore_eos=sampling.ignore_eos,
+            stop_token_ids=[] if sampling.ignore_eos else self.end_ids,
             **NEUTRAL,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "ignore_eos": sampling.ignore_eos,
-            "stop_token_ids": [] if sampling.ignore_eos else self.end_ids,
-        }
-        answer = await client.complete(self.served.id, request.prompt, wanted, **fields)
+        )
         if answer.finish_reason == "length" and len(answer.token_ids) != wanted:
             raise RuntimeError(
                 f"{wanted} tokens were asked for, the server at {self.url} stopped after "
-                f"{len(answer.token_ids)}; its own limit is lower, start it with --generation-config vllm"
+                f"{len(answer.token_ids)}; its own limit is lower: start it with --generation-config vllm"
             )
         return answer

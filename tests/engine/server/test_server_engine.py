@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick")
         ({"data": [{"id": "a", "max_model_len": 99}, {"id": "b"}]}, r"exactly one model, got \['a', 'b'\]"),
         ({"data": [{"id": "a", "max_model_len": 63}]}, "must take 64 tokens, it takes 63"),
         ({"data": [{"id": "a"}]}, "must take 64 tokens, it takes None"),
-        ({"models": ["a"]}, r"/v1/models without a field that is needed \(data"),
+        ({"models": ["a"]}, r"/v1/models without a required field \(data"),
         ("<html>hello</html>", "no JSON but '<html>hello</html>'"),
     ],
 )
