@@ -2,7 +2,7 @@
 
     python -m images.build DIRECTORY    writes one context for each image and prints `name directory`
 
-`make image` builds them with docker or podman. It needs EAGLE3_TAG, because the image's hash ignores the code.
+`make image` builds them with docker or podman. EAGLE3_TAG is required: the image's hash ignores the code.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""Checks across stages that need settings only; eagle3/planning/preflight.py checks them against the target."""
+"""Checks across stages that need only settings; eagle3/planning/preflight.py has those with the target."""
 
 from eagle3.config.data import DataConfig
 from eagle3.config.engine import EngineConfig, EvaluateConfig, RegenerateConfig

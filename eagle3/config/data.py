@@ -19,16 +19,10 @@ class SourceConfig(StageConfig):
         default="",
         description="file, directory, URL or hub data set as name[:subset]:split; empty: the preset's",
     )
-    revision: str = Field(
-        default="", description="hub revision (branch, tag or commit); empty: the default branch"
-    )
+    revision: str = Field(default="", description="hub branch, tag or commit; empty: the default branch")
     name: str = Field(default="", description="name in rows and report; empty: hub name or file name")
-    preset: PresetName = Field(
-        default="", description="mapping of a well-known data set; empty: the format is detected"
-    )
-    weight: float = Field(
-        default=0.0, ge=0, description="relative share of the mix; for all sources or for none"
-    )
+    preset: PresetName = Field(default="", description="format of a well-known data set; empty: detected")
+    weight: float = Field(default=0.0, ge=0, description="relative share; for all sources or for none")
     max_rows: int = Field(default=0, ge=0, description="most rows to take, dropped ones not counted; 0: all")
     thinking: bool | None = Field(default=None, description="thinking in the template; null: its default")
     regenerate: bool = Field(default=True, description="false: this source keeps its own answers")
@@ -36,13 +30,10 @@ class SourceConfig(StageConfig):
     @model_validator(mode="after")
     def _check_path(self) -> "SourceConfig":
         if not (self.path or self.preset):
-            raise ValueError(
-                "a source needs a path or a preset, got neither; name a file, a directory, a URL or a hub "
-                "data set"
-            )
+            raise ValueError("a source needs a path or a preset, got neither; set one of them")
         if not self.path and self.preset in PRESETS_WITHOUT_HUB:
             raise ValueError(
-                f"the hub cannot load preset {self.preset}; set path to a file or directory with its JSONL files"
+                f"the hub cannot load preset {self.preset}; set path to its JSONL file or their directory"
             )
         return self
 
@@ -54,8 +45,7 @@ class DataConfig(StageConfig):
         default=[], description="more sources than `prompts`; without weights each fills its own shards"
     )
     excluded: list[SourceConfig] = Field(
-        default=[],
-        description="evaluation sets; training rows with their prompts are dropped, as with `heldout`",
+        default=[], description="evaluation sets; rows with their prompts are dropped, as with `heldout`"
     )
     max_prompt_tokens: int = Field(
         default=2048, ge=1, description="longest prompt, tokens; rows with a longer one are dropped"
@@ -65,9 +55,7 @@ class DataConfig(StageConfig):
         ge=2,
         description="longest row, tokens; longer ones are cut, after a turn if half of it stays",
     )
-    rows_per_shard: int = Field(
-        default=4096, ge=1, description="rows in a shard, the work of one engine task"
-    )
+    rows_per_shard: int = Field(default=4096, ge=1, description="rows in a shard, one engine task each")
     min_shards: int = Field(default=1, ge=1, description="refuse sources that fill fewer shards than this")
     max_dropped_share: float = Field(
         default=0.5, ge=0, le=1, description="largest share of a source's rows that may be dropped"

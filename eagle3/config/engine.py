@@ -13,9 +13,7 @@ class TargetConfig(StageConfig):
     """The model that the draft is for."""
 
     name: Uri = Field(description="hub id, directory with safetensors, by path or URL, or a .gguf file")
-    revision: str = Field(
-        default="", description="hub revision (branch, tag or commit); empty: the default branch"
-    )
+    revision: str = Field(default="", description="hub branch, tag or commit; empty: the default branch")
     public_name: str = Field(
         default="", description="name in the exported draft; required if `name` is a path; empty: the hub id"
     )
@@ -110,9 +108,7 @@ class ExtractConfig(StageConfig):
     compression: Literal["none", "zstd"] = Field(
         default="zstd", description="zstd is lossless and saves about a quarter of bf16"
     )
-    chunk_bytes: int = Field(
-        default=1 << 30, ge=1, description="bytes before compression at which a new chunk starts"
-    )
+    chunk_bytes: int = Field(default=1 << 30, ge=1, description="uncompressed bytes after which a chunk ends")
 
 
 class EvaluateConfig(StageConfig):
@@ -122,7 +118,7 @@ class EvaluateConfig(StageConfig):
     max_new_tokens: int = Field(default=256, ge=2, description="longest answer, tokens")
     dtype: Dtype = Field(
         default="float32",
-        description="compute dtype; rounding in a smaller one than float32 may change the text with the draft",
+        description="compute dtype; with less than float32, rounding may change the text with the draft",
     )
     concurrency: int = Field(default=1, ge=1, description="sequences in flight")
 
@@ -132,6 +128,4 @@ class FanOutConfig(StageConfig):
 
     replicas: int = Field(default=8, ge=1, description="most engine tasks at one time, each on its own GPUs")
     tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs of a replica, and of the evaluation")
-    server_urls: list[Uri] = Field(
-        default=[], description="running vLLM servers that answer instead of replicas, in turn"
-    )
+    server_urls: list[Uri] = Field(default=[], description="vLLM servers that answer instead of replicas")

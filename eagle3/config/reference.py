@@ -1,4 +1,4 @@
-"""Writes docs/settings.md, a table for every block of a recipe: python -m eagle3.config.reference > docs/settings.md"""
+"""Prints docs/settings.md, a table for each block of a recipe; `make docs` writes it."""
 
 import json
 from collections.abc import Iterator
@@ -17,12 +17,7 @@ A recipe is a YAML file with these blocks, and `prompts`, `heldout` and `run_nam
 generates this page from `eagle3/config`.
 """
 # Block -> settings that no cache key holds; * for all.
-UNKEYED: dict[str, tuple[str, ...]] = {
-    "data": ("workers",),
-    "train": HOW_ONLY,
-    "fanout": ("*",),
-    "resources": ("*",),
-}
+UNKEYED = {"data": ("workers",), "train": HOW_ONLY, "fanout": ("*",), "resources": ("*",)}
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 NAMES = {str: "text", int: "integer", float: "number", bool: "true or false"}
 

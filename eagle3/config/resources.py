@@ -54,9 +54,7 @@ class TrainerResources(GpuPodResources):
     """The pod that trains."""
 
     gpus: int = Field(default=1, ge=1, description="GPUs, one process on each; divides train.packs_per_step")
-    spot: bool = Field(
-        default=False, description="train on a spot machine; resumes from the last checkpoint, up to 3 times"
-    )
+    spot: bool = Field(default=False, description="train on a spot machine; up to 3 resumes from checkpoints")
 
 
 class DataResources(PodResources):

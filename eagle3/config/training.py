@@ -28,18 +28,14 @@ class TrainConfig(StageConfig):
         default="kl",
         description="kl: KL to the target; lk_hybrid: from KL to total variation as the draft improves",
     )
-    lk_eta: float = Field(
-        default=3.0, ge=0, description="share of KL in lk_hybrid: exp(-lk_eta * expected acceptance)"
-    )
+    lk_eta: float = Field(default=3.0, ge=0, description="share of KL: exp(-lk_eta * expected acceptance)")
     averaging: Literal["token", "conversation"] = Field(
         default="token",
         description="what has equal weight in a step: each supervised token or each conversation",
     )
     epochs: int = Field(default=1, ge=1, description="passes over the shards")
     pack_tokens: int = Field(default=8192, ge=2, description="tokens in a pack; longer rows are cut")
-    packs_per_step: int = Field(
-        default=1, ge=1, description="packs in an optimizer step, divided among the training processes"
-    )
+    packs_per_step: int = Field(default=1, ge=1, description="packs in an optimizer step of all processes")
     shuffle_chunks: int = Field(
         default=8, ge=1, description="chunks whose rows are shuffled together; twice as many are on disk"
     )
@@ -65,19 +61,14 @@ class TrainConfig(StageConfig):
     head: Literal["target_trained", "target_frozen", "random"] = Field(
         default="target_trained", description="draft head: the target's rows, trained or frozen, or random"
     )
-    norm_before_residual: bool = Field(
-        default=True, description="residual stream starts from the normed state"
-    )
+    norm_before_residual: bool = Field(default=True, description="the residual stream starts normed")
     norm_before_fc: bool = Field(default=False, description="one RMSNorm over the concatenated aux states")
     fc_norm: bool = Field(default=False, description="one RMSNorm per aux state")
-    norm_output: bool = Field(
-        default=False, description="feed the state after the norm into the next TTT step"
-    )
+    norm_output: bool = Field(default=False, description="feed the normed state into the next TTT step")
     validation_rows: int = Field(default=32, ge=0, description="conversations kept for validation")
     validate_every: int = Field(default=0, ge=0, description="steps between validations; 0: after each epoch")
     keep: Literal["best", "last"] = Field(
-        default="best",
-        description="weights to export: those with the best validation acceptance length, or the last",
+        default="best", description="weights to export: of the best validation acceptance length, or the last"
     )
     checkpoint_every: int = Field(default=200, ge=1, description="optimizer steps between checkpoints")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one")
@@ -85,9 +76,7 @@ class TrainConfig(StageConfig):
         default="auto",
         description="compute dtype next to float32 master weights; auto: bfloat16 on a GPU, else float32",
     )
-    processes: int = Field(
-        default=0, ge=0, description="processes, at most packs_per_step; 0: one a GPU, or one on a CPU"
-    )
+    processes: int = Field(default=0, ge=0, description="at most packs_per_step; 0: one per GPU, one on CPU")
     disk_budget_bytes: int = Field(
         default=200 << 30, ge=1, description="local disk for remote chunks, bytes, all processes together"
     )
@@ -105,7 +94,7 @@ class TrainConfig(StageConfig):
     def settings_of_result(self) -> "TrainConfig":
         """The settings that decide the draft, for its cache key; the others get their defaults.
 
-        The key also has the initial draft's digest. A device that decides the compute dtype is in it as dtype.
+        The key also has the initial draft's digest. A device that decides the dtype is in it as that dtype.
         """
         how = {name: type(self).model_fields[name].default for name in HOW_ONLY}
         dtype = DTYPE_ON.get(self.device, "auto") if self.dtype == "auto" else self.dtype
@@ -124,33 +113,26 @@ class ExportConfig(StageConfig):
     num_speculative_tokens: int = Field(
         default=3, ge=1, description="default number of draft tokens per round, as written into the export"
     )
-    dtype: Dtype = Field(
-        default="bfloat16", description="dtype of the stored weights; float32: exactly what was trained"
-    )
+    dtype: Dtype = Field(default="bfloat16", description="dtype of the weights; float32: exactly as trained")
 
 
 class PromoteConfig(StageConfig):
     """promote: the draft that is served, and when a new one replaces it."""
 
     place: Uri = Field(
-        min_length=1,
-        description="directory or URL of promoted.json and the promoted drafts; in a remote run a URL",
+        min_length=1, description="directory or URL of promoted.json and its drafts; a URL in remote runs"
     )
     margin: float = Field(
-        default=0.02,
-        ge=0,
-        description="tokens of acceptance length that a new draft may lose and still be promoted",
+        default=0.02, ge=0, description="tokens of acceptance length that a new draft may lose"
     )
-    identical_text: bool = Field(
-        default=True, description="refuse a draft that changes the greedy text of any held-out prompt"
-    )
+    identical_text: bool = Field(default=True, description="refuse a draft that changes any held-out answer")
     warm_start: bool = Field(
         default=True,
-        description="train from the promoted draft, if there is one; false: from train.init_from",
+        description="start from the promoted draft, if there is one; false: from train.init_from",
     )
     warm_rate_share: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="factor on the learning rates when training continues from the promoted draft",
+        description="factor on the learning rates for a start from the promoted draft",
     )

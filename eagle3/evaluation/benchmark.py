@@ -1,9 +1,9 @@
 """Acceptance and speed of a draft on held-out prompts, measured by the engine and predicted by the trainer.
 
-The engine answers the prompts greedily without and with the draft. The texts without the draft are captured, and
-the draft is unrolled over them as in training; walking the unroll must give the engine's rounds and accepted
-counts, in float32 exactly. These texts continue past the ends of the answers, because the last round of
-speculation reads there.
+The engine answers the prompts greedily without and with the draft. The texts without the draft are captured,
+and the draft is unrolled over them as in training; walking the unroll must give the engine's rounds and
+accepted counts, in float32 exactly. These texts continue past the ends of the answers, because the last round
+of speculation reads there.
 """
 
 import json

@@ -3,7 +3,7 @@
 prefill             FLOPs = 2 x active parameters x tokens + causal attention, at PREFILL_SHARE of the peak
 decode              a step reads all weights and all key-values, at DECODE_SHARE of the memory bandwidth, and
                     takes at least MIN_STEP_S
-compression         zstd at ZSTD_BYTES_S on each of ENCODER_THREADS cores, during prefill: the slower one counts
+compression         zstd at ZSTD_BYTES_S on each of ENCODER_THREADS cores, during prefill: the slower counts
 training            FLOPs = 6 x trained parameters x (token, step) pairs that use them, at TRAIN_SHARE of the
                     peak
 engine start        ENGINE_START_S, once for each shard and stage

@@ -1,8 +1,8 @@
 """Refuse a run that a later stage would refuse: the first node of `plan` and of every run.
 
-Preflight reads the settings, the target's files without weights, the initial draft's config.json and the first
-rows of the sources. It takes seconds and no GPU. Later stages check what it does not read: prepare the other
-rows, fetch_target the target's tensors, build_vocab the initial draft's tensors.
+Preflight reads the settings, the target's files without weights, the initial draft's config.json and the
+first rows of the sources. It takes seconds and no GPU. Later stages check what it does not read: prepare the
+other rows, fetch_target the target's tensors, build_vocab the initial draft's tensors.
 """
 
 from collections.abc import Sequence
@@ -71,9 +71,9 @@ def preflight(
     check_lengths(cfg.data, cfg.engine, cfg.regenerate, cfg.evaluate)
     check_processes(cfg.train, cfg.resources)
     check_parsers(cfg.regenerate, has_tools=False)
-    given = [SourceConfig(path=prompts, name="train")] if prompts else []
+    from_prompts = [SourceConfig(path=prompts, name="train")] if prompts else []
     if with_rows:
-        _check_names(cfg, given)
+        _check_names(cfg, from_prompts)
     public_name = cfg.target.public_name or cfg.target.name
     check_public_name(public_name)
     target = identify_target(cfg.target)
@@ -91,24 +91,24 @@ def preflight(
             layer_ids = aux_layer_ids(cfg.extract.layer_ids, config["num_hidden_layers"])
             check_settings(read_settings(init_from, init_digest, config), config, layer_ids)
         found = Preflight(target, config, public_name, init_from, init_digest)
-        return _with_rows(found, cfg, given, heldout, target_dir) if with_rows else found
+        return _survey_rows(found, cfg, from_prompts, heldout, target_dir) if with_rows else found
 
 
-def _check_names(cfg: RunSettings, given: list[SourceConfig]) -> None:
+def _check_names(cfg: RunSettings, from_prompts: list[SourceConfig]) -> None:
     """Refuse a run without sources, and sources with conflicting names or weights."""
-    sources = [*given, *cfg.data.sources]
+    sources = [*from_prompts, *cfg.data.sources]
     if not sources:
         raise ValueError("there is nothing to train on: give prompts, data.sources or both")
     # A recipe without prompts may keep sampling settings for their source, "train".
     check_sampled_sources(cfg.regenerate, list(dict.fromkeys(["train", *check_sources(sources)])))
 
 
-def _with_rows(
-    found: Preflight, cfg: RunSettings, given: list[SourceConfig], heldout: str, target_dir: str
+def _survey_rows(
+    found: Preflight, cfg: RunSettings, from_prompts: list[SourceConfig], heldout: str, target_dir: str
 ) -> Preflight:
     """Survey the sources and check the survey."""
     versions = [source_version(source) for source in (*cfg.data.sources, *cfg.data.excluded)]
-    sources = given + pin_sources(cfg.data.sources, versions[: len(cfg.data.sources)])
+    sources = from_prompts + pin_sources(cfg.data.sources, versions[: len(cfg.data.sources)])
     held_out = SourceConfig(path=heldout, name="heldout")
     surveys, num_heldout = survey(sources, held_out, target_dir, cfg.data, cfg.regenerate.enabled)
     check_rows(cfg, found.config, surveys)
@@ -194,13 +194,13 @@ def check_rows(cfg: RunSettings, config: dict[str, Any], surveys: Sequence[Sourc
             "lower one of them"
         )
     # A trainer process trains on one group of chunks while it fetches the next.
-    groups = 2 * cfg.train.shuffle_chunks * cfg.extract.chunk_bytes
-    held = min(groups, largest_state_bytes(cfg, config, work))
-    budget = cfg.train.disk_budget_bytes // (cfg.train.processes or cfg.resources.trainer.gpus)
-    if held > budget:
+    groups_bytes = 2 * cfg.train.shuffle_chunks * cfg.extract.chunk_bytes
+    held_bytes = min(groups_bytes, largest_state_bytes(cfg, config, work))
+    budget_bytes = cfg.train.disk_budget_bytes // (cfg.train.processes or cfg.resources.trainer.gpus)
+    if held_bytes > budget_bytes:
         raise ValueError(
-            f"two groups of chunks take up to {held} bytes, the disk budget of a process is {budget}; lower "
-            "train.shuffle_chunks or raise train.disk_budget_bytes"
+            f"two groups of chunks take up to {held_bytes} bytes, the disk budget of a process is "
+            f"{budget_bytes}; lower train.shuffle_chunks or raise train.disk_budget_bytes"
         )
 
 

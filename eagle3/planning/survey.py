@@ -1,12 +1,12 @@
 """The survey: count the rows and tokens of every source in seconds; large sources are sampled.
 
-A source of at most COUNT_ROWS rows is encoded as in prepare, without held-out prompts and duplicates: its counts
-are exact. Of a larger source SAMPLE_ROWS rows are encoded; the number of its rows comes from Parquet footers, its
-size in bytes, or the hub.
+A source of at most COUNT_ROWS rows is encoded as in prepare, without held-out prompts and duplicates: its
+counts are exact. Of a larger source SAMPLE_ROWS rows are encoded; the number of its rows comes from Parquet
+footers, its size in bytes, or the hub.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -23,32 +23,6 @@ COUNT_ROWS = 2000
 SAMPLE_ROWS = 400
 
 
-@dataclass
-class _Counts:
-    """Counts of a source's encoded rows; `read` rows of the source gave `kept` usable ones."""
-
-    read: int = 0
-    kept: int = 0
-    rows: int = 0
-    tokens: int = 0
-    supervised: int = 0
-    answers: int = 0
-    tool_tasks: int = 0
-
-    def survey(self, name: str, basis: str, scale: float = 1.0) -> SourceSurvey:
-        """Multiply the counts by `scale`; the share of dropped rows does not change."""
-        return SourceSurvey(
-            name=name,
-            basis=basis,
-            rows=round(self.rows * scale),
-            tokens=round(self.tokens * scale),
-            supervised=round(self.supervised * scale),
-            answers=round(self.answers * scale),
-            tool_tasks=round(self.tool_tasks * scale),
-            dropped_share=1 - self.kept / self.read if self.read else 1.0,
-        )
-
-
 def survey(
     sources: Sequence[SourceConfig],
     heldout: SourceConfig,
@@ -56,7 +30,7 @@ def survey(
     cfg: DataConfig,
     regenerate: bool,
 ) -> tuple[list[SourceSurvey], int]:
-    """Count or sample every source; return one survey each, before weights, and the number of held-out prompts.
+    """Count or sample every source; return their surveys, before weights, and the number of held-out prompts.
 
     Raises:
         ValueError: if a source loses more than data.max_dropped_share of its rows, or no held-out prompt is
@@ -86,24 +60,26 @@ def _survey_source(
     is_counted = len(records) <= COUNT_ROWS
     sample = records if is_counted else records[:SAMPLE_ROWS]
     counts = _count(source, sample, encoder, regenerate, seen, source.max_rows if is_counted else 0)
+    num_read = counts["read"]
+    num_kept = counts["kept"]
     name = source_name(source)
-    found = counts.survey(name, "counted")
-    is_limit_reached = source.max_rows and counts.kept >= source.max_rows
-    # prepare applies the limit to all rows, so a sample proves too little unless none of its rows can be used.
+    found = _scaled(name, counts, "counted")
+    is_limit_reached = source.max_rows and num_kept >= source.max_rows
+    # prepare applies the limit to all rows, so of a sample only one without a usable row is refused.
     limit = cfg.max_dropped_share if is_counted else max(cfg.max_dropped_share, 1 - 1 / len(sample))
     if found.dropped_share > limit and not is_limit_reached:
         raise ValueError(
-            f"{redact(source_path(source))}: {counts.read - counts.kept} of the first {counts.read} rows "
-            f"cannot be used, more than data.max_dropped_share = {cfg.max_dropped_share}; correct the source, "
-            "raise data.max_prompt_tokens, or raise the share"
+            f"{redact(source_path(source))}: {num_read - num_kept} of the first {num_read} rows "
+            f"cannot be used, more than data.max_dropped_share = {cfg.max_dropped_share}; correct the "
+            "source, raise data.max_prompt_tokens, or raise the share"
         )
-    if is_counted or not counts.kept:
+    if is_counted or not num_kept:
         return found
     total = _count_rows(source, records)
-    usable = (total or len(records)) * counts.kept / len(sample)
+    usable = (total or len(records)) * num_kept / len(sample)
     if source.max_rows and usable >= source.max_rows:
-        return counts.survey(name, "estimated", source.max_rows / counts.kept)
-    return counts.survey(name, "estimated" if total else "at_least", usable / counts.kept)
+        return _scaled(name, counts, "estimated", source.max_rows / num_kept)
+    return _scaled(name, counts, "estimated" if total else "at_least", usable / num_kept)
 
 
 def _count(
@@ -113,25 +89,33 @@ def _count(
     regenerate: bool,
     seen: set[str],
     max_rows: int,
-) -> _Counts:
+) -> Counter[str]:
     """Encode records as prepare does until `max_rows` are kept (0: all), and add the kept ids to `seen`."""
     waits = regenerate and source.regenerate
     task = Task(source_name(source), source.preset, source.thinking, "script" if waits else "answers")
-    counts = _Counts()
+    counts: Counter[str] = Counter()
     for outcome in encoder.encode_all(records, task):
-        counts.read += 1
+        counts["read"] += 1
         if not outcome.rows or outcome.rows[0].sample_id in seen:
             continue
         seen.add(outcome.rows[0].sample_id)
-        counts.kept += 1
-        counts.rows += len(outcome.rows)
-        counts.tokens += sum(len(row.token_ids) for row in outcome.rows)
-        counts.supervised += sum(sum(row.loss_mask) for row in outcome.rows)
-        counts.answers += max(1, outcome.turns) if waits else 0
-        counts.tool_tasks += is_tool_task(outcome.rows[0].script)
-        if counts.kept == max_rows:
+        counts["kept"] += 1
+        counts["rows"] += len(outcome.rows)
+        counts["tokens"] += sum(len(row.token_ids) for row in outcome.rows)
+        counts["supervised"] += sum(sum(row.loss_mask) for row in outcome.rows)
+        counts["answers"] += max(1, outcome.turns) if waits else 0
+        counts["tool_tasks"] += is_tool_task(outcome.rows[0].script)
+        if counts["kept"] == max_rows:
             break
     return counts
+
+
+def _scaled(name: str, counts: Counter[str], basis: str, scale: float = 1.0) -> SourceSurvey:
+    """The counts times `scale`; the share of dropped rows does not change."""
+    keys = ("rows", "tokens", "supervised", "answers", "tool_tasks")
+    dropped_share = 1 - counts["kept"] / counts["read"] if counts["read"] else 1.0
+    scaled = {key: round(counts[key] * scale) for key in keys}
+    return SourceSurvey(name=name, basis=basis, dropped_share=dropped_share, **scaled)
 
 
 def _count_rows(source: SourceConfig, records: Sequence[Record]) -> int:

@@ -14,9 +14,9 @@ ANSWER_SHARE = 0.5
 class SourceSurvey:
     """Kept rows of one source, their tokens and their supervised tokens.
 
-    basis: "counted", "estimated", or "at_least" if the number of rows is unknown. answers: number of answers
-    that the target has to write; a row that waits for them ends before its first answer. tool_tasks: rows that
-    wait and have tools. dropped_share: share of the rows read.
+    basis: "counted", "estimated", or "at_least" if the number of rows is unknown. answers: those that the
+    target has to write; a row that waits for them ends before its first answer. tool_tasks: rows that wait
+    and have tools. dropped_share: share of the rows read.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Workload:
     """Rows and tokens of a run, as expected and at most.
 
     waiting_rows: rows that the target has to answer; prompt_tokens: their tokens; new_tokens: the answers'.
-    tokens and supervised include the answers at expected length, max_tokens and max_supervised at full length.
+    tokens and supervised include answers at expected length, max_tokens and max_supervised at full length.
     """
 
     rows: int

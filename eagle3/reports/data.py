@@ -57,9 +57,9 @@ def render_report(report: dict[str, Any]) -> str:
     """Render the data report of a run.
 
     Args:
-        report: as prepare writes it (eagle3/data/prepare.py). It may also have `rows` (source -> statistics of
-            the rows to train on), their `samples`, `vocab` (eagle3/data/describe.py), `vocab_note` and
-            `answers` (answer_statistics).
+        report: as eagle3/data/prepare.py writes it. It may also have `rows` (source -> statistics of the rows
+            to train on), their `samples`, `vocab` (eagle3/data/describe.py), `vocab_note` and `answers`
+            (answer_statistics).
     """
     rows = rows_by_source(report)
     # A run that starts from shards has rows, but no statistics of their sources.
@@ -90,14 +90,8 @@ def rows_by_source(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _source_line(name: str, source: dict[str, Any], rows: dict[str, Any]) -> tuple[str, ...]:
     share = rows["supervised_tokens"] / rows["tokens"] if rows["tokens"] else 0.0
     calls = source["with_tool_calls"] / source["conversations"] if source["conversations"] else 0.0
-    num_rows = rows.get("rows", source["rows_kept"])
-    counts = (
-        source["rows_read"],
-        source["conversations"],
-        num_rows,
-        rows["tokens"],
-        rows["supervised_tokens"],
-    )
+    counts = [source["rows_read"], source["conversations"], rows.get("rows", source["rows_kept"])]
+    counts += [rows["tokens"], rows["supervised_tokens"]]
     formats = ", ".join(f"{form} {count:,}" for form, count in source["formats"].items())
     cut = f"{source['truncated']:,}"
     return (name, *(f"{n:,}" for n in counts), f"{share:.1%}", cut, f"{calls:.1%}", formats)
