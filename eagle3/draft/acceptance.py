@@ -20,12 +20,11 @@ answer's last token, whether an end token or max_tokens ended the answer. With h
 
 The labels of the last possible round reach k - 1 tokens past the end: continue the answer by that many.
 
-vLLM 0.32 (v1/core/sched/scheduler.py): `update_from_output` counts a round's accepted guesses, then
-`_update_request_with_output` cuts them at the end token or max_tokens. max_tokens shortens no round. A round
-that async scheduling began for a finished request is not counted. The walk ignores two cases: near
-max_model_len rounds get fewer guesses (never while prompt + max_tokens + 2k <= max_model_len), and a prompt
-whose tokens are all in the prefix cache but one has an extra round with nothing accepted (measure on prompts
-that the engine has not seen).
+vLLM 0.32 (v1/core/sched/scheduler.py, `update_from_output`) counts a round's accepted guesses before it cuts
+them at the end token or max_tokens. max_tokens shortens no round, and a round that async scheduling began for
+a finished request is not counted. The walk ignores two cases: near max_model_len rounds get fewer guesses
+(never while prompt + max_tokens + 2k <= max_model_len), and a prompt that the prefix cache holds except for
+one token gets an extra round with nothing accepted (measure on new prompts).
 """
 
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from eagle3.draft.attention_cpu import blockwise_attention, query_blocks
+from eagle3.draft.attention_cpu import BlockwiseAttention, query_blocks
 from eagle3.draft.batch import PackedBatch
 
 FLEX_BLOCK = 128  # queries and keys of a FlexAttention tile
@@ -87,7 +87,8 @@ def unroll_attention(
         [S, N, D], dtype of q. Scores are scaled by D ** -0.5; softmax at least in float32.
     """
     if q.device.type == "cpu":
-        return blockwise_attention(q, k0, v0, own_k, own_v, keys.slots, keys.blocks)
+        out: Tensor = BlockwiseAttention.apply(q, k0, v0, own_k, own_v, keys.slots, keys.blocks)
+        return out
     form = flex_attention_form if q.device.type == "cuda" else dense_attention
     return form(q, k0, v0, own_k, own_v, keys)
 

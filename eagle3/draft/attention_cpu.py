@@ -30,15 +30,11 @@ def query_blocks(slots: Tensor, row_starts: Tensor) -> Blocks:
     return blocks
 
 
-def blockwise_attention(
-    q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, slots: Tensor, blocks: Blocks
-) -> Tensor:
-    """`attention.unroll_attention` on a CPU; slots and blocks as in `query_blocks`."""
-    return BlockwiseAttention.apply(q, k0, v0, own_k, own_v, slots, blocks)  # type: ignore[no-any-return]
-
-
 class BlockwiseAttention(torch.autograd.Function):
-    """The forward keeps the merged output and log-sum-exp for the backward."""
+    """`attention.unroll_attention` on a CPU; slots and blocks as in `query_blocks`.
+
+    The forward keeps the merged output and log-sum-exp for the backward.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -82,7 +78,6 @@ class BlockwiseAttention(torch.autograd.Function):
         per_group, scale = num_heads // groups, size**-0.5
         grouped = q.view(num_slots, groups, per_group, size)
         grad_s = grad.reshape(num_slots, groups, per_group, size)
-
         qg, gg, og, lse = (_heads_inside(x) for x in (grouped, grad_s, result, lse_s))
         kg, vg = k0.transpose(0, 1), v0.transpose(0, 1)
         dk, dv, dqg = torch.zeros_like(kg), torch.zeros_like(vg), torch.empty_like(qg)

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from eagle3.config.training import TrainConfig
-from eagle3.draft.speculators import LAYER_TYPES
+from eagle3.draft.speculators import FLAGS, LAYER_TYPES
 
 # Keys of a target's config.json that a draft's layer does not use.
 NOT_OF_A_LAYER = ("architectures", "_name_or_path", "auto_map", "quantization_config", "torch_dtype", "dtype")
@@ -47,12 +47,9 @@ class DraftConfig:
             transformer_layer_config=layer_config(target),
             draft_vocab_size=draft_vocab_size,
             target_hidden_size=target["hidden_size"],
-            norm_before_residual=cfg.norm_before_residual,
-            norm_before_fc=cfg.norm_before_fc,
-            fc_norm=cfg.fc_norm,
-            norm_output=cfg.norm_output,
             eagle_aux_hidden_state_layer_ids=layer_ids,
             target_architectures=target.get("architectures") or [],
+            **{flag: getattr(cfg, flag) for flag in FLAGS},
         )
 
 

@@ -155,7 +155,8 @@ class ReferenceDraft:
         self, x: Tensor, positions: Tensor, past: DraftState | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [L, 2H] -> output [L, H], all keys and all values so far, [P, G, D] each."""
-        queries, keys, values = (self._heads(x, f"layers.0.self_attn.{n}_proj") for n in "qkv")
+        projected = (self._linear(x, f"layers.0.self_attn.{n}_proj") for n in "qkv")
+        queries, keys, values = (y.view(len(x), -1, self.head_dim) for y in projected)
         if self.config.model_type == "qwen3":
             queries = self._norm(queries, "layers.0.self_attn.q_norm")
             keys = self._norm(keys, "layers.0.self_attn.k_norm")
@@ -172,14 +173,9 @@ class ReferenceDraft:
         out = torch.einsum("nqk,knd->qnd", shares, values.repeat_interleave(group, 1))
         return self._linear(out.flatten(1), "layers.0.self_attn.o_proj"), keys, values
 
-    def _heads(self, x: Tensor, name: str) -> Tensor:
-        return self._linear(x, name).view(len(x), -1, self.head_dim)
-
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        cos: Tensor
-        sin: Tensor
-        cos, sin = self.rope(torch.empty(0, dtype=torch.float32), positions[None])
-        cos, sin = cos[0, :, None].to(self.dtype), sin[0, :, None].to(self.dtype)
+        tables: tuple[Tensor, Tensor] = self.rope(torch.empty(0), positions[None])
+        cos, sin = (table[0, :, None].to(self.dtype) for table in tables)
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat([-second, first], dim=-1) * sin
 

@@ -147,13 +147,12 @@ class Eagle3Draft(nn.Module):
         layer = config.transformer_layer_config
         hidden, eps = layer["hidden_size"], layer["rms_norm_eps"]
         width, num_aux = config.target_hidden_size, len(config.eagle_aux_hidden_state_layer_ids)
+        fc_in = num_aux * width
         self.config = config
         self.register_buffer("embedding", embedding, persistent=False)
-        self.input_norm: nn.Module = (
-            nn.RMSNorm(num_aux * width, eps=eps) if config.norm_before_fc else nn.Identity()
-        )
+        self.input_norm: nn.Module = nn.RMSNorm(fc_in, eps=eps) if config.norm_before_fc else nn.Identity()
         self.fc_norm = nn.ModuleList(nn.RMSNorm(width, eps=eps) for _ in range(num_aux * config.fc_norm))
-        self.fc = nn.Linear(num_aux * width, hidden, bias=False)
+        self.fc = nn.Linear(fc_in, hidden, bias=False)
         self.layers = nn.ModuleList([DraftLayer(layer, config.norm_before_residual)])
         self.norm = nn.RMSNorm(hidden, eps=eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)

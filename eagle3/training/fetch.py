@@ -39,11 +39,6 @@ class Chunk:
         """Whether it must be fetched."""
         return is_remote(self.path)
 
-    @property
-    def disk_bytes(self) -> int:
-        """Its size in the cache directory."""
-        return int(self.entry["bytes"]) if self.is_remote else 0
-
 
 class ChunkFiles:
     """The chunk files of several shards; a chunk's number is its index in `chunks`."""
@@ -67,7 +62,8 @@ class ChunkFiles:
 
     def disk_bytes(self, numbers: Iterable[int]) -> int:
         """Total size of these chunks in the cache directory."""
-        return sum(self.chunks[number].disk_bytes for number in numbers)
+        chunks = [self.chunks[number] for number in numbers]
+        return sum(int(chunk.entry["bytes"]) for chunk in chunks if chunk.is_remote)
 
     def _path(self, number: int) -> Path:
         chunk = self.chunks[number]
@@ -131,6 +127,8 @@ def fetch(chunk: Chunk, path: Path, stopped: threading.Event) -> None:
 
 
 class _StopBetweenBlocks(Callback):  # type: ignore[misc]
+    """Ends a fetch between two blocks once `stopped` is set."""
+
     def __init__(self, stopped: threading.Event) -> None:
         super().__init__()
         self.stopped = stopped
@@ -168,7 +166,7 @@ class OpenChunks:
     def enter(self, group: int) -> None:
         """Start to fetch the chunks of this group and the next; close and delete all others.
 
-        No pack of an earlier group may still be read.
+        The caller must have read all packs of earlier groups.
         """
         if group == self.group:
             return

@@ -1,4 +1,4 @@
-"""Run training in child processes, one or (by torchrun) one per GPU, and raise the reason of their end.
+"""Run training in child processes, one or (by torchrun) one per GPU, and raise why they failed.
 
 On SIGTERM or Ctrl-C a trainer finishes its step, saves and exits with PREEMPTED_CODE. On a permanent error,
 such as bad data, bad settings or too little memory, it exits with REFUSED_CODE and writes its message to
@@ -128,7 +128,7 @@ def _command(job_path: Path, num_processes: int) -> list[str]:
 
 
 def _environment(num_processes: int) -> dict[str, str]:
-    """The caller's environment, with eagle3 importable, cores divided, and a pid for run.StopRequest."""
+    """The caller's environment, with eagle3 importable, cores divided, and this pid in LAUNCHER_PID."""
     root = str(Path(__file__).resolve().parents[2])
     added = {LAUNCHER_PID: str(os.getpid()), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S)}
     added["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))

@@ -92,7 +92,7 @@ def _read_any_manifest(shard_dir: str) -> dict[str, Any]:
 
 
 def cut_row(row: HiddenStateRow, max_tokens: int) -> HiddenStateRow:
-    """Keep the first `max_tokens` tokens of a row; the last one has no label, so its last state goes."""
+    """Keep the first `max_tokens` tokens of a row; the new last token has no label and no last state."""
     if len(row.token_ids) <= max_tokens:
         return row
     kept = row.last_positions < max_tokens - 1
@@ -109,7 +109,7 @@ def cut_row(row: HiddenStateRow, max_tokens: int) -> HiddenStateRow:
 def read_packs(
     rows: ShardRows, packs: list[Pack], pack_tokens: int, num_steps: int, pin: bool = False
 ) -> Generator[PackedBatch]:
-    """Read packs in order of group, cut rows to pack_tokens, and unroll I = num_steps steps.
+    """Read packs of ascending groups, with rows cut to pack_tokens and the slots of I = num_steps steps.
 
     Threads read the next PACKS_AHEAD packs while the caller uses the current one. Closing the generator ends
     them; fetched chunks stay. `pin` copies tensors into page-locked memory, for asynchronous copies to a GPU.

@@ -129,10 +129,9 @@ class TrainingRun:
         self.out = out
         self.draft = trainer.objective.draft
         self.progress = Progress(0, {}, 0.0, b"")
-        if (out / CHECKPOINT_NAME).exists():
-            self.progress = load_checkpoint(
-                out / CHECKPOINT_NAME, self.draft, trainer.optimizers, schedule.digest
-            )
+        self.checkpoint = out / CHECKPOINT_NAME
+        if self.checkpoint.exists():
+            self.progress = load_checkpoint(self.checkpoint, self.draft, trainer.optimizers, schedule.digest)
         metrics_path = out / METRICS if self.dist.rank == 0 else None
         self.log = MetricLog(metrics_path, len(schedule.steps), self.progress.step, self.progress.metrics)
         self.held_out: list[PackedBatch] = []
@@ -157,8 +156,8 @@ class TrainingRun:
                 self.take_step(*next(packs_of_steps))
         if done < total and not self.log.num_supervised:
             raise ValueError(
-                "no row has two supervised tokens in a row within train.pack_tokens "
-                f"{self.cfg.pack_tokens}, so nothing was learnt; raise it, or check the loss masks"
+                "no row has two adjacent supervised tokens within train.pack_tokens "
+                f"{self.cfg.pack_tokens}, so no token was trained; raise it, or check the loss masks"
             )
         if self.dist.rank == 0:
             write_draft(self.draft, self.progress.best if self.cfg.keep == "best" else {}, self.out)
@@ -226,9 +225,7 @@ class TrainingRun:
         if self.dist.rank == 0:
             progress = replace(self.progress, metrics=self.log.text())
             optimizers = self.trainer.optimizers
-            save_checkpoint(
-                self.out / CHECKPOINT_NAME, self.draft, optimizers, progress, self.schedule.digest
-            )
+            save_checkpoint(self.checkpoint, self.draft, optimizers, progress, self.schedule.digest)
 
 
 def _show(bar: "tqdm[Any]", line: dict[str, Any]) -> None:

@@ -12,16 +12,8 @@ from typing import Any
 
 from eagle3.errors import is_out_of_memory, is_transient
 from eagle3.files import try_lock
+from eagle3.training import launch
 from eagle3.training.distributed import close_distributed, init_distributed
-from eagle3.training.launch import (
-    LAUNCHER_PID,
-    LOCK_NAME,
-    PREEMPTED_CODE,
-    PREEMPTED_NAME,
-    REFUSED_CODE,
-    Preempted,
-    TrainJob,
-)
 from eagle3.training.loop import train
 
 
@@ -30,7 +22,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.received = False
-        self.launcher = int(os.environ.get(LAUNCHER_PID, "0"))
+        self.launcher = int(os.environ.get(launch.LAUNCHER_PID, "0"))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._receive)
 
@@ -55,15 +47,15 @@ def _is_alive(pid: int) -> bool:
 @contextmanager
 def only_trainer(out: Path, stop: StopRequest) -> Iterator[None]:
     """Wait until no other trainer writes into the directory: one whose launcher was killed may still save."""
-    if (lock := try_lock(out / LOCK_NAME)) is None:
+    if (lock := try_lock(out / launch.LOCK_NAME)) is None:
         logging.info("waiting for another trainer in %s", out)
     while lock is None:
         if stop(0):
-            raise Preempted("stopped while waiting for another trainer")
+            raise launch.Preempted("stopped while waiting for another trainer")
         time.sleep(0.5)
-        lock = try_lock(out / LOCK_NAME)
+        lock = try_lock(out / launch.LOCK_NAME)
     try:
-        (out / PREEMPTED_NAME).unlink(missing_ok=True)
+        (out / launch.PREEMPTED_NAME).unlink(missing_ok=True)
         yield
     finally:
         lock.release()
@@ -73,24 +65,24 @@ def main(job_path: str) -> int:
     """Train; launch.raise_failure reads the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     stop = StopRequest()
-    job = TrainJob.model_validate_json(Path(job_path).read_text())
+    job = launch.TrainJob.model_validate_json(Path(job_path).read_text())
     out = Path(job.out_dir)
     rank = int(os.environ.get("RANK", "0"))
     # In init_distributed the other ranks wait for the first, so they write nothing before it holds the lock.
     try:
         with only_trainer(out, stop) if rank == 0 else nullcontext():
             train(job, init_distributed(job.cfg.device), stop)
-    except Preempted:
+    except launch.Preempted:
         if rank == 0:
-            (out / PREEMPTED_NAME).touch()
-        return PREEMPTED_CODE
+            (out / launch.PREEMPTED_NAME).touch()
+        return launch.PREEMPTED_CODE
     except Exception as e:
         # Retry after any OSError: the next pod may have more disk space.
         may_retry = isinstance(e, OSError) or is_transient(e)
         logging.exception("training failed" if may_retry else "training cannot continue")
         with suppress(OSError):
             (out / f"{'failed' if may_retry else 'refused'}-{rank}.txt").write_text(_message(e))
-        return 1 if may_retry else REFUSED_CODE
+        return 1 if may_retry else launch.REFUSED_CODE
     finally:
         close_distributed()
     return 0

@@ -74,9 +74,7 @@ def make_schedule(rows: ShardRows, cfg: TrainConfig, identity: str) -> Schedule:
 def divide_rows(rows: ShardRows, cfg: TrainConfig) -> tuple[list[int], list[int]]:
     """Numbers of the rows to train and to validate on; refuses shards that leave nothing to train."""
     if not rows.supervised_tokens:
-        raise ValueError(
-            "no row of the shards has a supervised token, so nothing can be learnt; check their loss masks"
-        )
+        raise ValueError("no row of the shards has a supervised token to train on; check their loss masks")
     total = len(rows.lengths)
     validating = choose_validation(rows.sample_ids, min(cfg.validation_rows, total // 10))
     training = [row for row in range(total) if row not in validating]

@@ -251,7 +251,7 @@ def test_inputs_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"other is for a target of 50 tokens, .*target has 97"):
         train(make_job(inputs | {"vocab_path": str(tmp_path / "other")}, tmp_path / "run"))
     with pytest.raises(
-        ValueError, match=r"no row has two supervised tokens in a row within train.pack_tokens 2"
+        ValueError, match=r"no row has two adjacent supervised tokens within train.pack_tokens 2"
     ):
         train(make_job(inputs, tmp_path / "run", pack_tokens=2))
 
