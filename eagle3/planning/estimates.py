@@ -1,12 +1,6 @@
-"""GPU-hours of each stage, by formula. These are estimates: none of it has run on a GPU.
+"""GPU-hours of each stage, by the formulas in ASSUMPTIONS. These are estimates: none of it has run on a GPU.
 
-prefill             FLOPs = 2 x active parameters x tokens + causal attention, at PREFILL_SHARE of the peak
-decode              a step reads all weights and all key-values, at DECODE_SHARE of the memory bandwidth, and
-                    takes at least MIN_STEP_S
-compression         zstd at ZSTD_BYTES_S on each of ENCODER_THREADS cores, during prefill: the slower counts
-training            FLOPs = 6 x trained parameters x (token, step) pairs that use them, at TRAIN_SHARE of the
-                    peak
-engine start        ENGINE_START_S, once for each shard and stage
+Compression runs during prefill, so the slower of the two counts.
 """
 
 from dataclasses import dataclass
@@ -31,16 +25,13 @@ ENCODER_THREADS = 8
 # Measured on one small target with rows of a few hundred tokens (docs/benchmarks.md); only these encodings.
 COMPRESSED_SHARE = {"bf16": 0.73, "fp8": 0.84}
 ASSUMPTIONS = (
-    f"tokens are read at {PREFILL_SHARE:.0%} of the GPU's peak: FLOPs = 2 x active parameters x tokens "
-    "+ attention",
-    f"tokens are written at {DECODE_SHARE:.0%} of its memory bandwidth: a step reads all weights and all "
-    f"key-values, and takes at least {MIN_STEP_S * 1000:.0f} ms",
-    f"the draft is trained at {TRAIN_SHARE:.0%} of the peak: FLOPs = 6 x trained parameters x (token, step) "
-    "pairs",
-    f"an engine starts in {ENGINE_START_S:.0f} s, once for each shard and stage; zstd packs "
-    f"{ZSTD_BYTES_S / 1e9:.2f} GB/s on each of {ENCODER_THREADS} cores",
-    "bf16 states compress to 0.73, fp8 to 0.84, as measured on one small target; others are counted "
-    "uncompressed",
+    f"prefill runs at {PREFILL_SHARE:.0%} of the peak: FLOPs = 2 x active parameters x tokens + attention",
+    f"decode runs at {DECODE_SHARE:.0%} of the memory bandwidth: a step reads all weights and all key-values "
+    f"and takes at least {MIN_STEP_S * 1000:.0f} ms",
+    f"training runs at {TRAIN_SHARE:.0%} of the peak: FLOPs = 6 x trained parameters x (token, step) pairs",
+    f"an engine starts in {ENGINE_START_S:.0f} s, once for each shard and stage",
+    f"zstd compresses {ZSTD_BYTES_S / 1e9:.2f} GB/s on each of {ENCODER_THREADS} cores",
+    "bf16 states compress to 0.73, fp8 to 0.84, measured on one small target; others count uncompressed",
 )
 
 

@@ -61,7 +61,6 @@ def preflight(
     Args:
         disks: block of `resources` -> local disk of its pods, bytes.
         prompts: file with prompts, or empty.
-        heldout: file with held-out prompts.
         with_rows: False for a run that starts from shards: its prompts and sources are not read.
 
     Raises:

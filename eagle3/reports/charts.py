@@ -68,14 +68,15 @@ def line_chart(
     colours = palette(len(curves))
     for points, colour in zip(curves.values(), colours, strict=True):
         pixels = [(_x(x, x_range), _y(y, y_range)) for x, y in points]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
-        parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8" '
-            'stroke-linejoin="round"/>'
-        )
-        if len(pixels) <= 30:
-            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{colour}"/>' for x, y in pixels]
+        parts += _curve(pixels, colour)
     return _figure(title, list(zip(curves, colours, strict=True)), _svg(title, parts))
+
+
+def _curve(pixels: list[Point], colour: str) -> list[str]:
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
+    stroke = f'fill="none" stroke="{colour}" stroke-width="1.8" stroke-linejoin="round"'
+    dots = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{colour}"/>' for x, y in pixels]
+    return [f'<polyline points="{path}" {stroke}/>', *(dots if len(dots) <= 30 else [])]
 
 
 def bar_chart(title: str, groups: Sequence[str], series: Mapping[str, Sequence[float]]) -> str:
