@@ -2,12 +2,15 @@
 
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle3.config.engine import ExtractConfig, RegenerateConfig
 from eagle3.engine.interface import AnsweringEngine, Engine, Generation
 from eagle3.engine.progress import Report
 from eagle3.regenerate.answers import Answer, Request, Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def generate(
@@ -17,7 +20,7 @@ def generate(
     answers: dict[int, Answer] = {}
     engine.warm_up(list(requests.values()))
     rounds_before, accepted_before = engine.draft_counts()
-    report.begin(len(prompts), "answers", lambda: report.conversations)
+    report.start(len(prompts), "answers", lambda: report.conversations)
     start = time.perf_counter()
     engine.answer(requests, lambda i, answer: answers.update({i: answer}), seed, report)
     seconds = time.perf_counter() - start
@@ -44,7 +47,7 @@ def regenerate(
         rows = read_token_shard(token_shard_path)
         generator = AnswerGenerator(rows, settings.target_dir, cfg, settings.engine.max_model_len, log)
         requests = generator.start()
-        report.begin(generator.num_turns, "user turns", lambda: generator.num_turns_done)
+        report.start(generator.num_turns, "user turns", lambda: generator.num_turns_done)
         if requests:
             engine.answer(requests, generator.follow, cfg.seed, report)
     answered, counts = generator.result()
@@ -72,15 +75,15 @@ def capture(
     wanted_rows = [rows[i] for i in sink.wanted]
     total = sum(len(row.token_ids) for row in rows)
     kept = total - sum(len(row.token_ids) for row in wanted_rows)
-    report.begin(total, "tokens", lambda: kept + report.tokens)
+    report.start(total, "tokens", lambda: kept + report.tokens)
 
-    def add(i: int, *found: Any) -> None:
-        sink.add(sink.wanted[i], *found)
+    def add_row(i: int, states: "Tensor", next_token: int) -> None:
+        sink.add(sink.wanted[i], states, next_token)
         report.add(len(wanted_rows[i].token_ids), 1)
-        report.tell()
+        report.send_if_due()
 
     try:
-        cached_tokens = engine.capture(wanted_rows, add)
+        cached_tokens = engine.capture(wanted_rows, add_row)
         return sink.close(), cached_tokens
     finally:
         sink.writer.stop()

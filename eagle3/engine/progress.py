@@ -87,7 +87,7 @@ class Report:
         self.started_at = self.sent_at = 0.0
         self.lock = threading.Lock()
 
-    def begin(self, total: int, unit: str, done: Callable[[], int]) -> None:
+    def start(self, total: int, unit: str, done: Callable[[], int]) -> None:
         """Start the clock. `done` is called about once a second and includes work of an earlier attempt."""
         self.total = total
         self.unit = unit
@@ -101,7 +101,7 @@ class Report:
         self.tokens = max(self.tokens, self.counted_tokens)
         self.conversations += conversations
 
-    def tell(self, tokens: Callable[[], int] | None = None) -> None:
+    def send_if_due(self, tokens: Callable[[], int] | None = None) -> None:
         """Send a Progress if one is due; only then call `tokens`, which counts unfinished answers too."""
         if self.send is None or self.clock() - self.sent_at < REPORT_EVERY_S:
             return

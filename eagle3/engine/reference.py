@@ -101,7 +101,7 @@ class ReferenceEngine:
                     request = follow(numbers[n], answer)
                     following[numbers[n]] = request
                     report.add(len(answer.token_ids), request is None)
-                    report.tell()
+                    report.send_if_due()
             requests = {i: request for i, request in following.items() if request}
 
     def _answers(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[tuple[int, Answer]]:

@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from eagle3.engine.capture import capture_with_vllm
 from eagle3.engine.handover import Receiver
-from eagle3.engine.interface import Add, EngineSettings
+from eagle3.engine.interface import Add, EngineSettings, Speculation
 from eagle3.engine.progress import Report
 from eagle3.regenerate.answers import Answer, Follow, Request
 from eagle3.shards.tokens import TokenRow
@@ -36,19 +36,19 @@ class VllmEngine:
         self.is_cpu = current_platform.is_cpu()
         self.is_warm = False
         self.end_ids = end_of_turn_ids(settings.target_dir)
-        self.arguments = self._arguments()
+        self.arguments = self._common_arguments()
         if self.is_cpu and settings.tensor_parallel_size > 1:
             # By default each rank needs its own NUMA node.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if settings.speculation is not None:
-            self.arguments |= self._speculation()
+            self.arguments |= self._speculation_arguments(settings.speculation)
         elif settings.layer_ids is not None:
-            self.arguments |= self._capturing(settings.layer_ids)
+            self.arguments |= self._capture_arguments(settings.layer_ids)
         quiet = {"skip_tokenizer_init": True, "disable_log_stats": False, "use_tqdm_on_load": False}
         self.llm = LLM(settings.target_dir, **quiet, **self.arguments)
         self.engine = self.llm.llm_engine
 
-    def _arguments(self) -> dict[str, Any]:
+    def _common_arguments(self) -> dict[str, Any]:
         config = self.settings.engine
         arguments: dict[str, Any] = {
             "dtype": config.dtype,
@@ -66,9 +66,8 @@ class VllmEngine:
             }
         return arguments | {"gpu_memory_utilization": config.gpu_memory_utilization}
 
-    def _speculation(self) -> dict[str, Any]:
-        config, speculation = self.settings.engine, self.settings.speculation
-        assert speculation is not None
+    def _speculation_arguments(self, speculation: Speculation) -> dict[str, Any]:
+        config = self.settings.engine
         return {
             # After a prefill chunk, vLLM 0.32 gives its drafter the prompt's last token instead of the next
             # one (v1/spec_decode/llm_base_proposer.py, backup token): 12 of 184 proposals differed in a test,
@@ -83,7 +82,7 @@ class VllmEngine:
             },
         }
 
-    def _capturing(self, layer_ids: tuple[int, ...]) -> dict[str, Any]:
+    def _capture_arguments(self, layer_ids: tuple[int, ...]) -> dict[str, Any]:
         self.receiver = Receiver() if self.settings.tensor_parallel_size > 1 else None
         return {
             # Room for the one token that each row generates.
@@ -117,7 +116,8 @@ class VllmEngine:
 
     def _cpu_cache_bytes(self) -> int:
         """Size of the KV cache, no larger than needed: zeroing 1 GiB takes 1.7 s."""
-        model, config = self.model, self.settings.engine
+        model = self.model
+        config = self.settings.engine
         head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
         kv_heads = model.get("num_key_value_heads") or model["num_attention_heads"]
         per_token = 2 * (model["num_hidden_layers"] + 1) * kv_heads * head_dim * DTYPE_BYTES[config.dtype]
@@ -171,12 +171,12 @@ class VllmEngine:
             for output in self.engine.step():
                 i = int(output.request_id)
                 answer = Answer(list(output.outputs[0].token_ids), output.outputs[0].finish_reason)
-                following = follow(i, answer)
-                if following:
-                    self._add(i, following)
-                report.add(len(answer.token_ids), following is None)
+                next_request = follow(i, answer)
+                if next_request:
+                    self._add(i, next_request)
+                report.add(len(answer.token_ids), next_request is None)
             # Called at most once a second: reading vLLM's metrics takes a millisecond.
-            report.tell(lambda: self._num_generated() - before)
+            report.send_if_due(lambda: self._num_generated() - before)
 
     def _add(self, i: int, request: Request) -> None:
         sampling = request.sampling

@@ -156,13 +156,13 @@ def _predict_acceptance(
     with tempfile.TemporaryDirectory() as scratch:
         states_dir = _capture_answers(job, rows, texts, scratch)
         with job.watch("evaluate: the walk") as shown, Report(shown) as report:
-            report.begin(len(rows), "answers", lambda: report.conversations)
+            report.start(len(rows), "answers", lambda: report.conversations)
             for row, length, captured in zip(rows, lengths, read_hidden_states(states_dir), strict=True):
                 by_position = _hits_by_position(draft, target_ids, captured, k)
                 first = len(row.token_ids)
                 counts = counts + walk(by_position, first, first + length - 1, k)
                 report.add(len(captured.token_ids), 1)
-                report.tell()
+                report.send_if_due()
     return counts
 
 

@@ -192,18 +192,18 @@ def test_a_report_is_sent_once_a_second_and_at_the_end_of_what_succeeds() -> Non
         return 7
 
     with Report(sent.append, lambda: now[0]) as report:
-        report.tell()
+        report.send_if_due()
         assert sent == []  # no job yet
-        report.begin(4, "answers", lambda: report.conversations)
+        report.start(4, "answers", lambda: report.conversations)
         for seconds in (50.5, 50.95, 51.0, 51.5, 51.95, 52.1):
             now[0] = seconds
             report.add(2, 0)
-            report.tell(generated)
+            report.send_if_due(generated)
         assert [(look.seconds, look.tokens) for look in sent] == [(1.0, 7), (2.1, 12)]
         assert len(asked) == 2  # the engine's counters cost something
         report.add(3, 4)
     assert sent[-1] == Progress(4, 4, "answers", 0, 15, 4, 2.1)
-    report.tell()
+    report.send_if_due()
     assert len(sent) == 3
 
 
@@ -211,7 +211,7 @@ def test_a_job_that_fails_is_not_told_to_be_over() -> None:
     sent: list[Progress] = []
     report = Report(sent.append)
     with suppress(ZeroDivisionError), report:
-        report.begin(1, "answers", lambda: 1)
+        report.start(1, "answers", lambda: 1)
         raise ZeroDivisionError
     assert sent == []
 
@@ -219,9 +219,9 @@ def test_a_job_that_fails_is_not_told_to_be_over() -> None:
 def test_after_the_end_another_thread_sends_nothing() -> None:
     sent: list[Progress] = []
     with Report(sent.append, lambda: 0.0) as report:
-        report.begin(2, "tokens", lambda: report.tokens)
+        report.start(2, "tokens", lambda: report.tokens)
     report.clock = lambda: 100.0
-    late = threading.Thread(target=report.tell)
+    late = threading.Thread(target=report.send_if_due)
     late.start()
     late.join()
     assert len(sent) == 1

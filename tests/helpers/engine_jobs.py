@@ -63,6 +63,6 @@ def report_often(engine: Any, report: Report, count: int) -> None:
     """Send `count` reports at once."""
     progress.REPORT_EVERY_S = 0
     numbers = iter(range(count + 2))
-    report.begin(count, "answers", numbers.__next__)
+    report.start(count, "answers", numbers.__next__)
     for _ in range(count):
-        report.tell()
+        report.send_if_due()

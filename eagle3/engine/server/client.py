@@ -188,7 +188,7 @@ class ServerClient:
     def _warn(self, error: Exception, attempt: int) -> None:
         if time.monotonic() - self._warned_at >= WARN_EVERY_S:
             self._warned_at = time.monotonic()
-            text = "the server at %s: %s; attempt %d of %d, trying again"
+            text = "the server at %s: %s; attempt %d of %d, retrying"
             logger.warning(text, self.url, error, attempt, self.max_attempts)
 
 

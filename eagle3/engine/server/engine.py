@@ -77,7 +77,7 @@ class ServerEngine:
                         answer = await self._complete(client, request)
                         request = follow(i, answer)
                         report.add(len(answer.token_ids), request is None)
-                        report.tell()
+                        report.send_if_due()
 
             try:
                 async with asyncio.TaskGroup() as group:
