@@ -200,23 +200,16 @@ def speculative_generate(
     """Greedy speculative decoding: the tokens of plain greedy decoding, and the counts that vLLM reports.
 
     The prefill yields the first token. Every later pass is one round: the target reads its newest token and k
-    guesses, keeps the leading guesses that equal its own argmax, and adds one token of its own. As in vLLM
-    (v1/core/sched/scheduler.py, update_from_output), a round's accepted guesses are counted before the answer
-    is cut at its end.
-
-    Returns:
-        The answer's token ids, including an end token; rounds; accepted guesses at each of the k positions.
+    guesses, keeps the leading guesses that equal its own argmax, and adds one token of its own. Accepted
+    guesses are counted before the answer is cut at its end (vLLM's v1/core/sched/scheduler.py). Returns the
+    answer with its end token, rounds, and accepted guesses by position.
     """
-    num_layers = target.config.num_hidden_layers
-    if max(draft.layer_ids) >= num_layers:
-        raise ValueError(
-            f"aux layer ids must stay below the target's {num_layers} layers here, got {draft.layer_ids}; "
-            "use the vLLM engine"
-        )
-    rounds = 0
+    _check_layer_ids(draft.layer_ids, target.config.num_hidden_layers)
     accepted = [0] * k
+    rounds = 0
     output = target(torch.tensor([prompt_ids]), use_cache=True, output_hidden_states=True)
-    cache, aux = output.past_key_values, _aux_states(output, draft.layer_ids)
+    cache = output.past_key_values
+    aux = _aux_states(output, draft.layer_ids)
     answer = [int(output.logits[0, -1].argmax())]
     while len(answer) < max_new_tokens and not set(answer) & set(eos_ids):
         guesses = draft.propose([*prompt_ids, *answer], aux, k)
@@ -231,6 +224,14 @@ def speculative_generate(
         answer.extend(own[: kept + 1])
     end = next((i + 1 for i, token in enumerate(answer) if token in eos_ids), len(answer))
     return answer[: min(end, max_new_tokens)], rounds, accepted
+
+
+def _check_layer_ids(layer_ids: list[int], num_layers: int) -> None:
+    if max(layer_ids) >= num_layers:
+        raise ValueError(
+            f"aux layer ids must be below the target's {num_layers} layers here, got {layer_ids}; "
+            "use the vLLM engine"
+        )
 
 
 def _aux_states(output: Any, layer_ids: list[int]) -> Tensor:

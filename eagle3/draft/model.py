@@ -172,7 +172,8 @@ class Eagle3Draft(nn.Module):
             [I, S, H] normed states: lm_head of entry [i, s] gives the logits for batch.labels()[i, s].
             Entries that are not batch.valid are finite and meaningless.
         """
-        layer, slots = self.layers[0], batch.slots
+        layer = self.layers[0]
+        slots = batch.slots
         cache = UnrollCache(visible or VisibleKeys.from_batch(batch, slots.device))
         # A row's last position gets the next row's first token; no slot of the row sees its key.
         next_ids = batch.token_ids.roll(-1)

@@ -85,7 +85,8 @@ def _complete_layer(layer: dict[str, Any], target: dict[str, Any]) -> dict[str, 
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that the engine needs for a config.json."""
-    layer, num_aux = config["transformer_layer_config"], len(config["eagle_aux_hidden_state_layer_ids"])
+    layer = config["transformer_layer_config"]
+    num_aux = len(config["eagle_aux_hidden_state_layer_ids"])
     width, inner, heads = layer["hidden_size"], layer["intermediate_size"], layer["num_attention_heads"]
     head_dim = layer.get("head_dim") or width // heads
     query, key = heads * head_dim, layer["num_key_value_heads"] * head_dim

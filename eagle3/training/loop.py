@@ -61,7 +61,8 @@ def train(
         ValueError: on shards, vocabulary, target and initial draft that do not fit together.
         FloatingPointError: on a non-finite loss or gradient, before it reaches a checkpoint.
     """
-    cfg, out = job.cfg, Path(job.out_dir)
+    cfg = job.cfg
+    out = Path(job.out_dir)
     cache_dir = out / f"chunks-{dist.rank}"  # stays after a kill: the next try uses the fetched chunks
     cache_dir.mkdir(parents=True, exist_ok=True)
     rows = ShardRows(job.shard_dirs, cache_dir, cfg.disk_budget_bytes // dist.size)
@@ -181,7 +182,8 @@ class TrainingRun:
         """Train on the next step's packs, which took wait_s to arrive; validate, log and save when due."""
         for batch in batches:
             self._check_fits(batch)
-        started, total = time.process_time(), len(self.schedule.steps)
+        started = time.process_time()
+        total = len(self.schedule.steps)
         rate = set_learning_rate(self.trainer.optimizers, self.progress.step, total, self.cfg)
         result = train_step(self.trainer, batches)
         done = self.progress.step + 1
@@ -201,9 +203,11 @@ class TrainingRun:
 
     def _check_fits(self, batch: PackedBatch) -> None:
         """Refuse another target's states: on a GPU an unknown token id kills the process without a message."""
-        config, num_tokens = self.draft.config, len(self.draft.get_buffer("embedding"))
+        config = self.draft.config
+        num_tokens = len(self.draft.get_buffer("embedding"))
         wanted = (len(config.eagle_aux_hidden_state_layer_ids), config.target_hidden_size)
-        shape, largest = tuple(batch.aux.shape[1:]), int(batch.token_ids.max())
+        shape = tuple(batch.aux.shape[1:])
+        largest = int(batch.token_ids.max())
         if shape != wanted or largest >= num_tokens:
             raise ValueError(
                 f"states of {shape} (aux layers, hidden size) and token ids up to {largest} do not fit a "

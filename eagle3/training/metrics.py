@@ -38,8 +38,7 @@ class MetricLog:
         self.first_step = done_steps
         self.started = self.flushed_at = time.monotonic()
         self.on_flush: Callable[[dict[str, Any]], None] = lambda line: None
-        self.pending = list[dict[str, Any]]()
-        self.rows = list[list[str]]()
+        self.pending = list[tuple[list[str], dict[str, Any]]]()
         self.num_supervised = 0.0
 
     def is_due(self, step: int) -> bool:
@@ -54,8 +53,7 @@ class MetricLog:
             values: at least loss, gradient_norm, own_loss (of this process), tokens, supervised, wait_s.
         """
         due = self.is_due(step)
-        self.pending.append({"step": step, **values})
-        self.rows.append(rows)
+        self.pending.append((rows, {"step": step, **values}))
         if due:
             self.flush()
 
@@ -63,13 +61,14 @@ class MetricLog:
         """Write the queue; FloatingPointError names step and conversations of a non-finite loss or gradient."""
         if not self.pending:
             return
-        lines: list[dict[str, Any]] = [
-            {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
-            for values in self.pending
-        ]
-        rows, self.pending, self.rows = self.rows, [], []
-        for line, ids in zip(lines, rows, strict=True):
-            _check_finite(line, line.pop("own_loss"), ids)
+        pending, self.pending = self.pending, []
+        lines = []
+        for rows, values in pending:
+            line: dict[str, Any] = {
+                name: v.tolist() if isinstance(v, Tensor) else v for name, v in values.items()
+            }
+            _check_finite(line, line.pop("own_loss"), rows)
+            lines.append(line)
         self.num_supervised += sum(line["supervised"] for line in lines)
         lines[-1] |= self._rates(lines)
         if self.path is not None:
