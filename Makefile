@@ -25,7 +25,7 @@ smoke: .venv/installed $(TARGET)
 	$(ENGINE_ENV) .venv/bin/pyflyte run workflows/train_eagle3.py train_eagle3 --recipe $(RECIPE)
 
 # Two processes; tests/conftest.py keeps tests that share an engine or a cluster in one of them.
-PYTEST := $(ENGINE_ENV) .venv/bin/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(ENGINE_ENV) .venv/bin/python -m pytest -q -n 2 --no-loadscope-reorder
 
 check: lint
 	$(PYTEST) -m "not engine and not remote and not slow"

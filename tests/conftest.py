@@ -11,31 +11,41 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 torch.set_num_threads(1)
 
-# The longest groups start first. Their tests share what is slow to make: one cluster, one engine.
-GROUPS = ("remote", "engine", "slow")
+# The files of a group share what is slow to make, one cluster or one engine; these two take longest.
+GROUPS = {"tests/workflows/test_remote_": "remote", "tests/engine/": "engine"}
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def group_of(test: str) -> str:
+    """The group whose tests run in one process of pytest-xdist: the file, or what several files share."""
+    file = test.partition("::")[0]
+    return next((group for start, group in GROUPS.items() if file.startswith(start)), file)
+
+
+class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Deals out groups, in the order of collection."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    return GroupScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file, and those of a shared cluster or engine, in one process of pytest-xdist."""
-
-    def group_of(item: pytest.Item) -> str:
-        return next(
-            (name for name in GROUPS[:2] if item.get_closest_marker(name)), item.nodeid.partition("::")[0]
-        )
+    """The longest groups come first, then files with slow tests."""
+    order = list(GROUPS.values())
+    slow = {group_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
 
     def rank(item: pytest.Item) -> int:
-        return next((i for i, name in enumerate(GROUPS) if item.get_closest_marker(name)), len(GROUPS))
+        group = group_of(item.nodeid)
+        return order.index(group) if group in order else len(order) + (group not in slow)
 
-    files: dict[str, int] = {}
-    for item in items:
-        group = group_of(item)
-        files[group] = min(files.get(group, len(GROUPS)), rank(item))
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: files[group_of(item)])
+    items.sort(key=rank)
 
 
 @pytest.fixture
