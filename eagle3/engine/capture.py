@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from eagle3.config.engine import ExtractConfig
-from eagle3.engine.interface import Add
+from eagle3.engine.handover import captured
+from eagle3.engine.interface import AddRow
 from eagle3.shards.tokens import TokenRow
 from eagle3.shards.writer import HiddenStateWriter
 from eagle3.targets.weights import TargetTensors, load_target_tensors
 
-# Host memory for states that wait for the writer. A row of 4,096 tokens of an 8B model has 134 MB in bfloat16.
+# Host memory for states that wait for the writer. 4,096 tokens of an 8B model have 134 MB in bfloat16.
 IN_FLIGHT_BYTES = 1 << 30
 # Rows per chunk whose next token is checked: seconds of head matmul with a vocabulary of 150k.
 CHECKED_ROWS = 64
@@ -30,8 +31,8 @@ MIN_AGREEMENT = 0.99
 TIE = {"float32": 1e-4, "bfloat16": 2**-6, "float16": 2**-9}
 # An idle engine sends states within milliseconds; if none come for this long, they are lost.
 STALL_S = 60.0
-# Part of every shard's digest. If a change here, in connector.py or in reference.py changes the stored states,
-# raise it and the cache version in workflows/tasks/extract_hidden_states.py.
+# Part of every shard's digest. If a change here, in connector.py or in reference.py changes the stored
+# states, raise it and the cache version in workflows/tasks/extract_hidden_states.py.
 CAPTURE_VERSION = 1
 
 
@@ -96,8 +97,8 @@ class ShardSink:
         if all_checked - all_agreed > max(all_checked > 1, (1 - MIN_AGREEMENT) * all_checked):
             raise RuntimeError(
                 f"the last hidden state reproduces the target's next token in only {all_agreed} of "
-                f"{all_checked} rows, {MIN_AGREEMENT:.0%} must agree; the engine numbers layers or applies the "
-                "final norm in an unexpected way"
+                f"{all_checked} rows, {MIN_AGREEMENT:.0%} must agree; the engine numbers layers or applies "
+                "the final norm in an unexpected way"
             )
         return counts
 
@@ -123,10 +124,10 @@ def count_agreements(samples: list[tuple[Tensor, int]], target: TargetTensors, d
 class _Drain(threading.Thread):
     """Reads the connector's queue. is_waiting: for an item. failure: the error that ended the thread."""
 
-    def __init__(self, rows: list[TokenRow], add: Add) -> None:
+    def __init__(self, rows: list[TokenRow], add_row: AddRow) -> None:
         super().__init__(name="hidden-states", daemon=True)
         self.rows = rows
-        self.add = add
+        self.add_row = add_row
         self.index_of: dict[str, int] = {}
         self.next_token: dict[int, int] = {}
         self.num_tokens = 0
@@ -134,8 +135,6 @@ class _Drain(threading.Thread):
         self.failure: Exception | None = None
 
     def run(self) -> None:
-        from eagle3.engine.handover import captured
-
         try:
             for _ in self.rows:
                 self.is_waiting = True
@@ -146,7 +145,7 @@ class _Drain(threading.Thread):
                 row = self.rows[index]
                 if item.token_ids.tolist() != row.token_ids:
                     raise RuntimeError(f"row {row.sample_id}: the engine returned different token ids")
-                self.add(index, item.states, self.next_token.pop(index))
+                self.add_row(index, item.states, self.next_token.pop(index))
                 self.num_tokens += len(row.token_ids)
         except Exception as e:  # capture_with_vllm raises it
             self.failure = e
@@ -194,9 +193,9 @@ class _Feed:
 
 
 def capture_with_vllm(
-    engine: Any, rows: list[TokenRow], add: Add, bytes_per_token: int, max_num_seqs: int
+    engine: Any, rows: list[TokenRow], add_row: AddRow, bytes_per_token: int, max_num_seqs: int
 ) -> int:
-    """Run every row through the engine; another thread calls `add` with each row's states, in any order.
+    """Run every row through the engine; another thread calls `add_row` with each row's states, in any order.
 
     Args:
         engine: vLLM's LLMEngine with eagle3.engine.connector.
@@ -206,17 +205,17 @@ def capture_with_vllm(
     Returns:
         Number of tokens found in the prefix cache.
     """
-    drain = _Drain(rows, add)
+    drain = _Drain(rows, add_row)
     feed = _Feed(engine, rows, drain, bytes_per_token, 2 * max_num_seqs)
     drain.start()
     cached_tokens = 0
     num_seen = 0
-    moved_at = time.monotonic()
+    progress_at = time.monotonic()
     while drain.is_alive():
         feed.fill()
         busy = engine.has_unfinished_requests()
         if not busy and not drain.is_waiting:  # the engine is idle until the writer catches up
-            moved_at = time.monotonic()
+            progress_at = time.monotonic()
             time.sleep(0.001)
             continue
         # A row's states arrive one step after its token, so an engine without requests needs more steps.
@@ -224,9 +223,9 @@ def capture_with_vllm(
             drain.next_token[int(output.request_id)] = output.outputs[0].token_ids[0]
             cached_tokens += output.num_cached_tokens or 0
         if busy or drain.num_tokens > num_seen:
-            moved_at = time.monotonic()
+            progress_at = time.monotonic()
             num_seen = drain.num_tokens
-        elif time.monotonic() - moved_at > STALL_S:
+        elif time.monotonic() - progress_at > STALL_S:
             raise drain.stalled()
         else:
             time.sleep(0.001)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 # Takes a row's index, its states [T, A + 1, H] (CPU, engine dtype) and the engine's greedy next token.
-Add = Callable[[int, "Tensor", int], None]
+AddRow = Callable[[int, "Tensor", int], None]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Speculation:
 class EngineSettings:
     """Equal settings share one engine.
 
-    target_dir: absolute path. layer_ids: aux layers to capture. server_url: a running vLLM server that answers
+    target_dir: absolute path. layer_ids: aux layers to capture. server_url: a running vLLM server to use
     instead. files: name, size and mtime of the target's and the draft's files: new files need a new engine.
     """
 
@@ -56,7 +56,7 @@ class EngineSettings:
         tensor_parallel_size: int = 1,
         server_url: str | None = None,
     ) -> "EngineSettings":
-        """Resolve paths and stat files. Raises ValueError if the target does not allow `engine.max_model_len`."""
+        """Resolve paths and stat files; raises ValueError if the target allows no such `max_model_len`."""
         target = Path(target_dir).resolve()
         check_max_model_len(engine.max_model_len, json.loads((target / "config.json").read_text()))
         if tensor_parallel_size > 1 and (engine.engine == "transformers" or server_url):
@@ -107,7 +107,7 @@ class AnsweringEngine(Protocol):
     settings: EngineSettings
 
     def answer(self, requests: dict[int, Request], follow: Follow, seed: int, report: Report) -> None:
-        """Answer each conversation's request, then the requests that `follow` returns, until it returns None."""
+        """Answer each conversation's request, then those that `follow` returns, until it returns None."""
 
 
 class Engine(AnsweringEngine, Protocol):
@@ -119,8 +119,8 @@ class Engine(AnsweringEngine, Protocol):
     def draft_counts(self) -> tuple[int, tuple[int, ...]]:
         """Speculative rounds so far, and accepted draft tokens at position 1 … k; (0, ()) without a draft."""
 
-    def capture(self, rows: list[TokenRow], add: Add) -> int:
-        """Call `add` for every row, in any order, with its states at `settings.layer_ids` and the last layer.
+    def capture(self, rows: list[TokenRow], add_row: AddRow) -> int:
+        """Call `add_row` for every row, in any order, with its states at the aux layers and the last layer.
 
         Returns:
             Number of tokens found in the prefix cache.

@@ -1,4 +1,4 @@
-"""Jobs that run in the engine process. Each takes the engine and a report; its other arguments are pickled."""
+"""Jobs that run in the engine process: functions of an engine, a report and pickled arguments."""
 
 import time
 from dataclasses import asdict

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from eagle3.engine.interface import Add, EngineSettings
+from eagle3.engine.interface import AddRow, EngineSettings
 from eagle3.engine.progress import Report
 from eagle3.regenerate.answers import Answer, Follow, Request, Sampling
 from eagle3.shards.tokens import TokenRow
@@ -46,14 +46,14 @@ class ReferenceEngine:
         }
 
     @torch.no_grad()
-    def capture(self, rows: list[TokenRow], add: Add) -> int:
-        """Call `add` for every row; returns 0 because no prefix cache exists."""
+    def capture(self, rows: list[TokenRow], add_row: AddRow) -> int:
+        """Call `add_row` for every row; returns 0 because no prefix cache exists."""
         lengths = [len(r.token_ids) for r in rows]
         for batch in self._batches_in_order(lengths):
             states, last = self._states([rows[i].token_ids for i in batch])
             for j, i in enumerate(batch):
                 next_token = int(self.model.lm_head(last[j, lengths[i] - 1]).argmax())
-                add(i, states[j, : lengths[i]].cpu(), next_token)
+                add_row(i, states[j, : lengths[i]].cpu(), next_token)
         return 0
 
     def _batches_in_order(self, lengths: list[int]) -> Iterator[list[int]]:

@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from eagle3.engine.capture import capture_with_vllm
 from eagle3.engine.handover import Receiver
-from eagle3.engine.interface import Add, EngineSettings, Speculation
+from eagle3.engine.interface import AddRow, EngineSettings, Speculation
 from eagle3.engine.progress import Report
 from eagle3.regenerate.answers import Answer, Follow, Request
 from eagle3.shards.tokens import TokenRow
@@ -137,7 +137,7 @@ class VllmEngine:
             **{name: self.arguments[name] for name in named},
         }
 
-    def capture(self, rows: list[TokenRow], add: Add) -> int:
+    def capture(self, rows: list[TokenRow], add_row: AddRow) -> int:
         layer_ids = self.settings.layer_ids
         assert layer_ids is not None
         captured = self._captured_ids(layer_ids)
@@ -145,7 +145,7 @@ class VllmEngine:
         has_repeats = len(set(columns)) < len(columns)
 
         def add_columns(index: int, states: torch.Tensor, next_token: int) -> None:
-            add(index, states[:, columns] if has_repeats else states, next_token)
+            add_row(index, states[:, columns] if has_repeats else states, next_token)
 
         return capture_with_vllm(
             self.engine, rows, add_columns, self._bytes_per_state_token(), self.settings.engine.max_num_seqs

@@ -1,8 +1,8 @@
 """A client of vLLM's completions API with token ids as prompts and answers.
 
 It retries transient errors with backoff: lost connections, timeouts, 408, 429, 5xx and bodies that are not
-JSON. It raises other 4xx at once with the server's message. The API key comes from the environment and is sent
-in a header; no message, setting or manifest contains it.
+JSON. It raises other 4xx at once with the server's message. The API key comes from the environment and is
+sent in a header; no message, setting or manifest contains it.
 """
 
 import asyncio
@@ -143,8 +143,8 @@ class ServerClient:
                 await asyncio.sleep(max(pause_s, error.pause_s))
         raise EngineDied(
             f"the server at {self.url} gave no answer to {path} in {self.max_attempts} attempts over "
-            f"{time.monotonic() - start:.0f} s, last error: {error}; see that it runs and can be reached from "
-            "here, then run again"
+            f"{time.monotonic() - start:.0f} s, last error: {error}; see that it runs and can be reached "
+            "from here, then run again"
         )
 
     async def _request(
