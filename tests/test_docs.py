@@ -98,7 +98,7 @@ def with_marks(command: str) -> Any:
     return pytest.param(command, marks=pytest.mark.slow if "pyflyte" in command else (), id=command)
 
 
-@pytest.mark.parametrize("command", map(with_marks, all_commands()))
+@pytest.mark.parametrize("command", list(map(with_marks, all_commands())))
 def test_a_command_works(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = shlex.split(command)
     if words[0].endswith("/pyflyte") and words[1] in ("run", "fetch", "register"):

@@ -32,7 +32,7 @@ IMPORTED = (
     "safetensors.torch",
 )
 IMPORTED += ("torch", "transformers.models.auto.tokenization_auto")
-COMMANDS = ("pyflyte-execute", "pyflyte-fast-execute", "pyflyte-map-execute")
+COMMANDS = ("pyflyte-execute", "pyflyte-fast-execute")
 # -S and -E: without site-packages it starts in 20 ms.
 CLIENT = """#!{python} -SE
 import json, os, socket, sys

@@ -33,7 +33,6 @@ class Attempt:
     node: str
     task: tasks_pb2.TaskTemplate
     number: int
-    index: int | None
     inputs: str
     outputs: str
     raw_outputs: str
@@ -61,11 +60,6 @@ class Attempt:
         found |= {"FLYTE_INTERNAL_EXECUTION_ID": self.execution, "FLYTE_ATTEMPT_NUMBER": str(self.number)}
         identity |= {"NAME": self.task.id.name, "VERSION": self.task.id.version}
         found |= {f"FLYTE_INTERNAL_TASK_{name}": value for name, value in identity.items()}
-        if self.index is not None:
-            found |= {
-                "BATCH_JOB_ARRAY_INDEX_VAR_NAME": "FLYTE_K8S_ARRAY_INDEX",
-                "FLYTE_K8S_ARRAY_INDEX": str(self.index),
-            }
         return found
 
 
@@ -176,6 +170,5 @@ def _command_line(process: psutil.Process) -> str:
 
 
 def task_name(template: tasks_pb2.TaskTemplate) -> str:
-    """The function's name: `extract_shard` of workflows.tasks.extract_hidden_states.map_extract_shard_<hash>-arraynode."""
-    name = template.id.name.rsplit(".", 1)[-1]
-    return re.sub(r"^map_(\w+)_[0-9a-f]{32}-arraynode$", r"\1", name)
+    """The name of the task's function."""
+    return str(template.id.name.rsplit(".", 1)[-1])

@@ -8,10 +8,9 @@ the cache reads nothing from it and writes to it. README.md lists what differs f
 
 import hashlib
 import itertools
-import math
 from collections import Counter
 from concurrent import futures
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from flyteidl.core import (
     dynamic_job_pb2,
@@ -23,7 +22,7 @@ from flyteidl.core import (
     workflow_pb2,
 )
 
-from tests.flyte_stand_in.bindings import Literals, bind_all, cache_key, collection, upstream
+from tests.flyte_stand_in.bindings import Literals, bind_all, cache_key, upstream
 from tests.flyte_stand_in.object_store import BUCKET, ObjectStore
 from tests.flyte_stand_in.pods import Attempt, PodHost, task_name
 
@@ -31,7 +30,6 @@ SYSTEM_RETRIES = 3  # node-config.max-node-retries-system-failures
 NODES_AT_ONCE = 8
 Key = tuple[str, str, str, str]
 SYSTEM, USER = execution_pb2.ExecutionError.SYSTEM, execution_pb2.ExecutionError.USER
-NOTHING = literals_pb2.Literal(scalar=literals_pb2.Scalar(none_type=literals_pb2.Void()))
 
 
 class NodeFailed(Exception):
@@ -65,10 +63,8 @@ class TaskRun:
     node: str
     task: tasks_pb2.TaskTemplate
     inputs: Literals
-    keyed_inputs: Literals
     resources: dict[str, str]
     retries: int
-    index: int | None = None
 
 
 class Propeller:
@@ -138,45 +134,10 @@ class Propeller:
         kind = node.WhichOneof("target")
         if kind == "task_node":
             return self._run_task(task_run(execution, name, node, tasks, inputs), tasks)
-        if kind == "array_node":
-            return self._run_array(execution, name, node.array_node, tasks, inputs)
         raise NotImplementedError(f"{name} is a {kind}")
 
-    def _run_array(
-        self,
-        execution: str,
-        name: str,
-        array: workflow_pb2.ArrayNode,
-        tasks: dict[Key, tasks_pb2.TaskTemplate],
-        inputs: Literals,
-    ) -> Literals:
-        """Run a task once for each element; elements that failed give None while enough others succeed."""
-        shared = set(array.bound_inputs)
-        size = max(len(literal.collection.literals) for key, literal in inputs.items() if key not in shared)
-        whole = task_run(execution, name, array.node, tasks, inputs)
-
-        def run_element(i: int) -> Literals | NodeFailed:
-            own = {k: v if k in shared else v.collection.literals[i] for k, v in inputs.items()}
-            element = replace(whole, node=f"{name}-n{i}", keyed_inputs=own, index=i)
-            try:
-                return self._run_task(element, tasks)
-            except NodeFailed as e:
-                return e
-
-        with futures.ThreadPoolExecutor(array.parallelism or NODES_AT_ONCE) as pool:
-            results = list(pool.map(run_element, range(size)))
-        failures = [r for r in results if isinstance(r, NodeFailed)]
-        if size - len(failures) < needed_successes(array, size):
-            raise failures[0]
-        return {
-            variable: collection(
-                NOTHING if isinstance(result, NodeFailed) else result[variable] for result in results
-            )
-            for variable in whole.task.interface.outputs.variables
-        }
-
     def _run_task(self, run: TaskRun, tasks: dict[Key, tasks_pb2.TaskTemplate]) -> Literals:
-        key = cache_key(run.task, run.keyed_inputs)
+        key = cache_key(run.task, run.inputs)
         if key and key in self.cache and run.execution not in self._overwriting:
             self._note(run, "CACHE_HIT")
             return self.cache[key]
@@ -261,7 +222,7 @@ def task_run(
     names = tasks_pb2.Resources.ResourceName
     asked = {names.Name(entry.name).lower(): entry.value for entry in resources}
     retries = node.metadata.retries.retries or task.metadata.retries.retries
-    return TaskRun(execution, name, task, inputs, inputs, asked, retries)
+    return TaskRun(execution, name, task, inputs, asked, retries)
 
 
 def make_attempt(run: TaskRun, number: int, metadata: str, previous_checkpoint: str) -> Attempt:
@@ -273,18 +234,9 @@ def make_attempt(run: TaskRun, number: int, metadata: str, previous_checkpoint: 
         run.node,
         run.task,
         number,
-        run.index,
         inputs=f"{bucket}/{metadata}/inputs.pb",
         outputs=f"{bucket}/{metadata}/{number}",
         raw_outputs=raw,
         checkpoint=f"{raw}/_flytecheckpoints",
         previous_checkpoint=previous_checkpoint,
     )
-
-
-def needed_successes(array: workflow_pb2.ArrayNode, size: int) -> int:
-    """Elements that must succeed; a ratio that is set to 0.0 asks for none, one that is not set for all."""
-    criterion = array.WhichOneof("success_criteria")
-    if criterion == "min_successes":
-        return array.min_successes
-    return math.ceil(array.min_success_ratio * size) if criterion == "min_success_ratio" else size

@@ -114,5 +114,5 @@ def test_missing_prompts_are_refused(workplace: Path, tmp_path: Path) -> None:
     journal.start()
     result = pyflyte_run(write_recipe(tmp_path / "recipe.yaml", tmp_path, tmp_path / "nowhere.jsonl"))
     assert result.exit_code != 0
-    assert "nowhere.jsonl" in result.output
+    assert "nowhere.jsonl" in "".join(result.output.split())
     assert not journal.entries()

@@ -7,12 +7,12 @@ import pytest
 from flyteidl.core.identifier_pb2 import Identifier
 from flyteidl.core.literals_pb2 import Binding, Literal, LiteralMap
 from flyteidl.core.tasks_pb2 import TaskTemplate
-from flyteidl.core.workflow_pb2 import ArrayNode, WorkflowTemplate
+from flyteidl.core.workflow_pb2 import WorkflowTemplate
 
 from tests.flyte_stand_in.control_plane import ControlPlane
 from tests.flyte_stand_in.object_store import BUCKET, ObjectStore
 from tests.flyte_stand_in.pods import Attempt
-from tests.flyte_stand_in.propeller import Propeller, key_of, needed_successes
+from tests.flyte_stand_in.propeller import Propeller, key_of
 
 pytestmark = pytest.mark.remote
 ID = Identifier(project="p", domain="d", name="workflows.tasks.count", version="v")
@@ -62,21 +62,13 @@ def test_an_execution_that_overwrites_the_cache_reads_nothing_there_and_writes_w
     assert {entry.pod_template for entry in propeller.journal} == {"pool"}
 
 
-def test_a_success_ratio_of_zero_asks_for_nothing_and_none_for_all() -> None:
-    needed = [
-        needed_successes(ArrayNode(**how), 3)
-        for how in ({"min_success_ratio": 0.0}, {"min_success_ratio": 0.5}, {})
-    ]
-    assert needed == [0, 2, 3]
-
-
 def test_a_pod_unpacks_its_code_in_its_own_directory_and_not_in_this_machines() -> None:
     """`pyflyte register` names the directory of the image."""
     task = TaskTemplate(id=ID)
     task.container.args.extend(
         ["pyflyte-fast-execute", "--dest-dir", "/root", "--", "pyflyte-execute", "{{.input}}"]
     )
-    attempt = Attempt("e", "n0", task, 0, None, "s3://in", "s3://out", "s3://raw", "s3://now", "")
+    attempt = Attempt("e", "n0", task, 0, "s3://in", "s3://out", "s3://raw", "s3://now", "")
     assert attempt.command() == [
         "pyflyte-fast-execute",
         "--dest-dir",
