@@ -1,15 +1,13 @@
-"""The chain's stages as every workflow wires them: each function adds a stage's nodes to the workflow that
-calls it.
+"""The stages of the chain. Each function adds the nodes of its stages to the workflow that calls it.
 
     resolve_inputs -> fetch_target -> prepare_data -> regenerate_responses
     regenerate_responses -> build_vocab           -> train_draft -> export_draft
                          \\> extract_hidden_states /
     export_draft -> evaluate_draft -> summarize_run
 
-Every stage is cached by the content of what it reads (`*_digest`, `source_versions`) and its own settings;
-URIs, and where and how a stage runs, are in no key. So a workflow that stops early, or starts from what
-exists, shares its entries with all others. The types here are those of the values; while a workflow is
-compiled, Flyte's promises stand for them.
+A stage's cache key has the content of its inputs (`*_digest`, `source_versions`) and its own settings. No key
+has a URI, or a setting of where and how a stage runs, so all workflows share their cache entries.
+The annotations name the types of the values; when Flyte compiles a workflow, the values are promises.
 """
 
 from dataclasses import dataclass
@@ -48,7 +46,7 @@ from workflows.tasks.train_draft import train_draft_node
 
 @dataclass(frozen=True)
 class Start:
-    """What every stage reads."""
+    """The inputs that all stages share."""
 
     recipe: Recipe
     resolved: Resolved
@@ -69,29 +67,13 @@ class Measured:
     summary: FlyteDirectory
 
 
-def prepare(recipe: Recipe) -> Start:
-    """From a recipe's prompts and sources."""
+def prepare(recipe: Recipe, with_weights: bool = True) -> Start:
+    """Prepare a recipe's prompts and sources; `with_weights=False` fetches the target without its weights."""
     resolved: Resolved = resolve_inputs(recipe=recipe)
-    target = _fetch_target(recipe, resolved)
-    return Start(recipe, resolved, target, _prepare_data(recipe, resolved, target))
-
-
-def prepare_alone(recipe: Recipe) -> Start:
-    """The same, without the target's weights."""
-    resolved: Resolved = resolve_inputs(recipe=recipe)
-    ref = resolved.found.target
-    target: Target = fetch_tokenizer(ref=ref, target_digest=ref.digest, recipe=recipe)
-    return Start(recipe, resolved, target, _prepare_data(recipe, resolved, target))
-
-
-def _fetch_target(recipe: Recipe, resolved: Resolved) -> Target:
-    ref = resolved.found.target
-    return fetch_target_node(ref=ref, target_digest=ref.digest, recipe=recipe)
-
-
-def _prepare_data(recipe: Recipe, resolved: Resolved, target: Target) -> PreparedData:
     found = resolved.found
-    return prepare_data_node(
+    fetch = fetch_target_node if with_weights else fetch_tokenizer
+    target: Target = fetch(ref=found.target, target_digest=found.target.digest, recipe=recipe)
+    data: PreparedData = prepare_data_node(
         prompts_digest=found.prompts_digest,
         source_versions=found.source_versions,
         heldout_digest=found.heldout_digest,
@@ -101,24 +83,27 @@ def _prepare_data(recipe: Recipe, resolved: Resolved, target: Target) -> Prepare
         regenerate=found.regenerate,
         recipe=recipe,
     )
+    return Start(recipe, resolved, target, data)
 
 
-def _prepare_heldout(recipe: Recipe, resolved: Resolved, target: Target) -> TokenShard:
-    """Held-out prompts alone; prompts and sources of the recipe are not read."""
-    return prepare_heldout(
-        heldout_digest=resolved.found.heldout_digest,
+def _prepare_heldout(recipe: Recipe) -> tuple[Resolved, Target, TokenShard]:
+    """Prepare the held-out prompts only."""
+    resolved: Resolved = resolve_without_data(recipe=recipe)
+    found = resolved.found
+    target: Target = fetch_target_node(ref=found.target, target_digest=found.target.digest, recipe=recipe)
+    heldout: TokenShard = prepare_heldout(
+        heldout_digest=found.heldout_digest,
         target=target,
-        target_digest=resolved.found.target.digest,
+        target_digest=found.target.digest,
         data=resolved.data,
         recipe=recipe,
     )
+    return resolved, target, heldout
 
 
 def from_token_shards(recipe: Recipe, shards: list[str]) -> tuple[Start, TokenShards]:
-    """From token shards that exist; those that wait are answered. Returns the rows, too."""
-    resolved: Resolved = resolve_without_data(recipe=recipe)
-    target = _fetch_target(recipe, resolved)
-    heldout = _prepare_heldout(recipe, resolved, target)
+    """Start from existing token shards and answer those without answers. Returns all rows, too."""
+    resolved, target, heldout = _prepare_heldout(recipe)
     given: GivenTokenShards = take_token_shards(places=shards, heldout=heldout, target=target, recipe=recipe)
     made = answer(Start(recipe, resolved, target, given.waiting))
     rows: TokenShards = join_token_shards(answered=given.answered, made=made)
@@ -126,10 +111,8 @@ def from_token_shards(recipe: Recipe, shards: list[str]) -> tuple[Start, TokenSh
 
 
 def from_hidden_states(recipe: Recipe, shards: list[str]) -> tuple[Start, TokenShards, HiddenStateShards]:
-    """From hidden states that exist. Returns their rows and themselves, too."""
-    resolved: Resolved = resolve_without_data(recipe=recipe)
-    target = _fetch_target(recipe, resolved)
-    heldout = _prepare_heldout(recipe, resolved, target)
+    """Start from existing hidden states. Returns their rows and the states, too."""
+    resolved, target, heldout = _prepare_heldout(recipe)
     given: GivenHiddenStates = take_hidden_states(
         places=shards, heldout=heldout, target=target, recipe=recipe
     )
@@ -137,12 +120,12 @@ def from_hidden_states(recipe: Recipe, shards: list[str]) -> tuple[Start, TokenS
 
 
 def answer(start: Start) -> TokenShards:
-    """The target's answers: to chats, then to tool tasks."""
+    """Let the target answer the chats, then the tool tasks."""
     return regenerate_responses(data=start.data, target=start.target, recipe=start.recipe)
 
 
 def choose_vocab(start: Start, rows: TokenShards) -> DraftVocab:
-    """The draft vocabulary of the answered rows."""
+    """Choose the draft vocabulary from the answered rows."""
     return build_vocab(
         shards=rows,
         shards_digest=rows.digest,
@@ -155,12 +138,12 @@ def choose_vocab(start: Start, rows: TokenShards) -> DraftVocab:
 
 
 def extract(start: Start, rows: TokenShards) -> HiddenStateShards:
-    """Hidden states of the answered rows."""
+    """Capture the hidden states of the answered rows."""
     return extract_hidden_states(shards=rows, target=start.target, recipe=start.recipe)
 
 
 def train(start: Start, rows: TokenShards, states: HiddenStateShards) -> Trained:
-    """Vocabulary and checkpoint."""
+    """Choose the vocabulary and train."""
     vocab = choose_vocab(start, rows)
     checkpoint: DraftCheckpoint = train_draft_node(
         states=states,
@@ -178,7 +161,7 @@ def train(start: Start, rows: TokenShards, states: HiddenStateShards) -> Trained
 
 
 def export(start: Start, trained: Trained) -> DraftExport:
-    """The checkpoint as vLLM loads it."""
+    """Write the directory that vLLM loads."""
     return export_draft(
         checkpoint=trained.checkpoint,
         checkpoint_digest=trained.checkpoint.digest,
@@ -192,7 +175,7 @@ def export(start: Start, trained: Trained) -> DraftExport:
 
 
 def evaluate(start: Start, draft: DraftExport) -> EvaluationReport:
-    """An export on the held-out prompts."""
+    """Measure an exported draft on the held-out prompts."""
     return evaluate_draft_node(
         draft=draft,
         draft_digest=draft.digest,
@@ -207,7 +190,7 @@ def evaluate(start: Start, draft: DraftExport) -> EvaluationReport:
 
 
 def finish(start: Start, rows: TokenShards, states: HiddenStateShards) -> Measured:
-    """Everything after extraction: train, export, evaluate, summary."""
+    """Run the stages after extraction: train, export, evaluate, summarize."""
     trained = train(start, rows, states)
     draft = export(start, trained)
     report = evaluate(start, draft)

@@ -1,5 +1,4 @@
-"""A run's plan from its recipe, in seconds and without a GPU: rows, tokens, bytes, hours, and every refusal
-of a run.
+"""Plan a run from its recipe in seconds, without a GPU: rows, tokens, bytes, hours. Refuses what a run refuses.
 
 pyflyte run workflows/plan.py plan --recipe recipe.yaml
 """
@@ -15,6 +14,6 @@ from workflows.tasks.resolve_inputs import resolve_inputs
 
 @workflow
 def plan(recipe: Recipe) -> FlyteFile:
-    """Plan a run and stop; the result is plan.json."""
+    """Check the recipe and write plan.json."""
     resolved: Resolved = resolve_inputs(recipe=recipe)
     return plan_run(recipe=recipe, found=resolved.found)

@@ -1,6 +1,7 @@
-"""train_eagle3, and the new draft replaces the one that is served, unless it is worse.
+"""Train a draft and replace the served one, unless the new one is worse.
 
-pyflyte run workflows/retrain_eagle3.py retrain_eagle3 --recipe recipe.yaml --promote '{"place": "runs/promoted"}'
+pyflyte run workflows/retrain_eagle3.py retrain_eagle3 --recipe recipe.yaml \\
+    --promote '{"place": "runs/promoted"}'
 """
 
 from dataclasses import replace
@@ -26,15 +27,13 @@ def retrain_eagle3(
     """Train from the promoted draft, measure both on the same held-out prompts, promote the new one unless it
     is worse.
 
-    prompts and heldout (URLs) and run_name replace the recipe's unless empty: the launch plans fix the
-    recipe.
+    If set, prompts and heldout (URLs) and run_name replace the recipe's: launch plans fix the recipe.
     """
     current: CurrentDraft = find_current_draft(
         recipe=recipe, promote=promote, prompts=prompts, heldout=heldout, run_name=run_name
     )
     start = chain.prepare(current.recipe)
-    checked = check_current_draft(made_for=current.target_digest, target=start.target)
-    start = replace(start, target=checked)
+    start = replace(start, target=check_current_draft(made_for=current.target_digest, target=start.target))
     rows = chain.answer(start)
     measured = chain.finish(start, rows, chain.extract(start, rows))
     opponent: DraftExport = choose_opponent(

@@ -1,7 +1,7 @@
-"""The whole chain as one workflow: a recipe in, a draft that vLLM loads and its measurement out.
+"""The whole chain as one workflow: from a recipe to a draft that vLLM loads, and its evaluation.
 
-The other workflows stop after a stage or start from what exists. All take the same recipe and are made of the
-same stages (workflows/chain.py), so each takes from the cache what another has made:
+The other workflows stop early or start from existing shards. All use the stages of workflows/chain.py, so they
+share cache entries:
 
     pyflyte run workflows/train_eagle3.py until_extract --recipe recipe.yaml
 """
@@ -18,7 +18,7 @@ from workflows.tasks.list_shards import list_hidden_states, list_token_shards
 
 @workflow
 def train_eagle3(recipe: Recipe) -> FlyteDirectory:
-    """Train, export and measure an EAGLE-3 draft for a target on the target's own answers."""
+    """Train an EAGLE-3 draft on the target's own answers, export it and measure it."""
     start = chain.prepare(recipe)
     rows = chain.answer(start)
     return chain.finish(start, rows, chain.extract(start, rows)).summary
@@ -26,8 +26,7 @@ def train_eagle3(recipe: Recipe) -> FlyteDirectory:
 
 @workflow
 def until_regenerate(recipe: Recipe) -> tuple[TokenShards, FlyteFile]:
-    """Stop after the target's answers: token shards, and their listing, token_shards.json (here in
-    runs/<run_name>)."""
+    """Stop after the target's answers. Returns token shards and token_shards.json, which lists them."""
     start = chain.prepare(recipe)
     shards, listing = list_token_shards(recipe=recipe, target=start.target, shards=chain.answer(start))
     return shards, listing
@@ -35,8 +34,7 @@ def until_regenerate(recipe: Recipe) -> tuple[TokenShards, FlyteFile]:
 
 @workflow
 def until_extract(recipe: Recipe) -> tuple[HiddenStateShards, FlyteFile]:
-    """Stop after vocabulary and hidden states: the states, and their listing, hidden_states.json (here in
-    runs/<run_name>)."""
+    """Stop after vocabulary and hidden states. Returns the states and hidden_states.json, which lists them."""
     start = chain.prepare(recipe)
     rows = chain.answer(start)
     chain.choose_vocab(start, rows)
@@ -47,7 +45,7 @@ def until_extract(recipe: Recipe) -> tuple[HiddenStateShards, FlyteFile]:
 
 @workflow
 def until_train(recipe: Recipe) -> DraftCheckpoint:
-    """Stop after training, with the weights."""
+    """Stop after training."""
     start = chain.prepare(recipe)
     rows = chain.answer(start)
     return chain.train(start, rows, chain.extract(start, rows)).checkpoint
@@ -55,7 +53,7 @@ def until_train(recipe: Recipe) -> DraftCheckpoint:
 
 @workflow
 def until_export(recipe: Recipe) -> DraftExport:
-    """Stop after the export, with the directory that vLLM loads; nothing is measured."""
+    """Stop after the export."""
     start = chain.prepare(recipe)
     rows = chain.answer(start)
     return chain.export(start, chain.train(start, rows, chain.extract(start, rows)))
@@ -63,9 +61,9 @@ def until_export(recipe: Recipe) -> DraftExport:
 
 @workflow
 def train_from_shards(recipe: Recipe, shards: list[str]) -> FlyteDirectory:
-    """Start from token shards: Parquet files, directories of them or token_shards.json, by path or URL.
+    """Start from token shards: paths or URLs of Parquet files, of directories of them or of token_shards.json.
 
-    Rows without an answer get one first. The recipe's `prompts` and `data.sources` are not read.
+    The target answers the rows that have no answer. The recipe's `prompts` and `data.sources` are not read.
     """
     start, rows = chain.from_token_shards(recipe, shards)
     return chain.finish(start, rows, chain.extract(start, rows)).summary
@@ -73,10 +71,10 @@ def train_from_shards(recipe: Recipe, shards: list[str]) -> FlyteDirectory:
 
 @workflow
 def train_from_states(recipe: Recipe, shards: list[str]) -> FlyteDirectory:
-    """Start from hidden states: directories with manifest.json, directories of them or hidden_states.json, by
-    path or URL.
+    """Start from hidden states: paths or URLs of directories with manifest.json, of directories of these or of
+    hidden_states.json.
 
-    Nothing is answered or captured. The recipe's `prompts` and `data.sources` are not read.
+    No engine answers or captures. The recipe's `prompts` and `data.sources` are not read.
     """
     start, rows, states = chain.from_hidden_states(recipe, shards)
     return chain.finish(start, rows, states).summary

@@ -1,7 +1,6 @@
-"""Remove the local store, all outputs of local runs: `make clean-cache`.
+"""Remove the local store, which has the outputs of local runs: `make clean-cache`.
 
-Only a directory that has a store's own directories and nothing else is removed: EAGLE3_STORE may name another
-by mistake.
+EAGLE3_STORE may name another directory by mistake: one with anything else in it is refused.
 """
 
 import shutil
@@ -15,31 +14,26 @@ MAX_NAMED = 3
 
 
 def clean(root: Path) -> str:
-    """Remove the store; says what came of it.
+    """Remove the store and return a message.
 
     Raises:
-        ValueError: if it has something that no run has put there; names it.
+        ValueError: if it has files or directories that no run made.
     """
     if not root.exists():
         return f"{root} is not there: nothing to remove"
-    if (
-        others := sorted(path.name for path in root.iterdir() if not _is_ours(path))
-        if root.is_dir()
-        else [root.name]
-    ):
-        named = ", ".join(others[:MAX_NAMED]) + (
-            f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
-        )
+    names = [path.name for path in root.iterdir() if not _is_ours(path)] if root.is_dir() else [root.name]
+    if names:
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         raise ValueError(
-            f"a store must hold directories of stages only (train_draft-0123456789ab), {root} holds {named}; correct "
-            "EAGLE3_STORE, or move that away"
+            "a store must hold directories of stages only (train_draft-0123456789ab), "
+            f"{root} holds {', '.join(sorted(names)[:MAX_NAMED])}{more}; correct EAGLE3_STORE, or move these away"
         )
     shutil.rmtree(root)
     return f"{root} is removed"
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is an output, the directory of a key, finished or not, or that directory's lock."""
+    """True for an output, the directory of a key and its lock."""
     name = path.name.removesuffix(".lock").removesuffix(".unfinished")
     if path.is_symlink() or path.is_dir() == path.name.endswith(".lock"):
         return False

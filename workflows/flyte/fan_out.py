@@ -1,5 +1,5 @@
-"""A fan-out: one node a shard, dealt out to worker slots. A shard that fails for good ends the run; what is
-finished is kept."""
+"""Fan out: one node for each shard, in worker slots. A shard that fails for good ends the run; finished shards
+stay in the cache."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -8,12 +8,8 @@ S = TypeVar("S")
 
 
 def fan_out(shards: Sequence[S], num_slots: int, start: Callable[[S, int], Any]) -> list[Any]:
-    """Start a node for each shard, in order; each slot runs one node after the other.
-
-    Args:
-        num_slots: nodes that run at the same time at most.
-        start: makes the node of a shard in a slot, an index below num_slots.
-    """
+    """Call `start(shard, slot)` for each shard in order; a slot runs one node at a time, so at most num_slots
+    run at once."""
     nodes: list[Any] = []
     for i, shard in enumerate(shards):
         node = start(shard, i % num_slots)

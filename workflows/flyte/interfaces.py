@@ -1,9 +1,8 @@
-"""What passes between the stages: frozen dataclasses of files, counts and content digests.
+"""The values that tasks pass to each other: frozen dataclasses of files, counts and content digests.
 
-A digest is the artefact's identity in every cache key; its path never is. No unions here: flytekit corrupts
-them silently.
-A named tuple is several outputs of one task: what is taken out of a dataclass can be handed to one node only,
-since local runs resolve it in place.
+Cache keys have an artefact's digest, never its path. No field is a union: flytekit corrupts unions silently.
+A named tuple is several outputs of one task. Use one if several nodes take the same output: a local run changes
+a promise that comes from a dataclass field in place, so only one node can take it.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from workflows.flyte.recipe import Recipe
 
 @dataclass(frozen=True)
 class TargetRef:
-    """A target's identity, cheap to find: hub commit or content hash."""
+    """A target's name and version. digest: of the hub commit or of the content."""
 
     name: str
     revision: str
@@ -30,14 +29,13 @@ class TargetRef:
 
 @dataclass(frozen=True)
 class ResolvedInputs:
-    """What every cache key starts from: content digests of the two prompt files and the target's identity.
+    """The versions of a run's inputs, for the cache keys, and a survey of its rows, for the plan.
 
-    `source_versions`: hub commit or content digest of each of data.sources, then of each of data.excluded.
-    `public_name` is the target's name in the export. `regenerate` says whether the target answers the prompts
-    itself; prepare needs to know no more of that stage's settings. `init_from` is the URI of the draft that
-    training starts from and `init_digest` its content, both empty when it starts afresh. `target_config` is
-    the target's config.json; `surveys` and `num_heldout` say what the first rows of prompts, sources and
-    held-out prompts hold, for a plan.
+    source_versions: hub commit or content digest of each of data.sources, then of each of data.excluded.
+    public_name: the target's name in the export.
+    regenerate: whether the target answers the prompts; prepare depends on no other setting of that stage.
+    init_from, init_digest: URI and digest of the draft that training starts from; empty without one.
+    target_config: the text of the target's config.json.
     """
 
     prompts_digest: str
@@ -54,8 +52,8 @@ class ResolvedInputs:
 
 
 class Resolved(NamedTuple):
-    """What a run starts from, and the recipe's blocks in the form that cache keys hold: no URIs, nothing of
-    where and how a stage runs."""
+    """The versions of a run's inputs, and the recipe's blocks as cache keys have them: without URIs and without
+    settings of where and how a stage runs."""
 
     found: ResolvedInputs
     engine: EngineConfig
@@ -68,10 +66,7 @@ class Resolved(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """A target fetched: a directory with config, tokenizer and safetensors, `digest` as in its TargetRef.
-
-    num_layers, vocab_size and hidden_size let later stages refuse impossible settings without fetching it.
-    """
+    """A fetched target: a directory with config, tokenizer and safetensors. digest: that of its TargetRef."""
 
     name: str
     revision: str
@@ -84,8 +79,8 @@ class Target:
 
 @dataclass(frozen=True)
 class TokenShard:
-    """One Parquet file of conversations (eagle3/shards/tokens.py). sources: the names in its rows. accounts:
-    what became of its prompts, once they are answered."""
+    """One Parquet file of conversations (eagle3/shards/tokens.py). sources: the source names in its rows.
+    accounts: number of prompts by outcome, after regeneration."""
 
     index: int
     file: FlyteFile
@@ -99,8 +94,8 @@ class TokenShard:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Training shards in source order, those of tool tasks apart, held-out prompts, and the data report
-    (report.json: rows read, dropped by reason)."""
+    """Training shards in source order, shards of tool tasks, held-out prompts, and the data report
+    (report.json)."""
 
     shards: list[TokenShard]
     tool_tasks: list[TokenShard]
@@ -110,7 +105,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class TokenShards:
-    """Shards after regeneration, in order; digest over theirs, accounts the sum of theirs."""
+    """Shards after regeneration. digest: of their digests, in order; accounts: summed."""
 
     shards: list[TokenShard]
     digest: str
@@ -118,8 +113,8 @@ class TokenShards:
 
 
 class GivenTokenShards(NamedTuple):
-    """Token shards that existed before the run. answered: those without a waiting row. waiting: the others,
-    for the answering stages. data: all of them, for the summary."""
+    """Token shards that existed before the run. answered: shards in which every row has an answer. waiting:
+    the others. data: all of them, for the summary."""
 
     answered: TokenShards
     waiting: PreparedData
@@ -128,8 +123,8 @@ class GivenTokenShards(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftVocab:
-    """vocab.safetensors (d2t int64 [K], t2d bool [V], counts int64 [V]) and the share of supervised tokens it
-    covers."""
+    """vocab.safetensors (d2t int64 [K], t2d bool [V], counts int64 [V]). coverage: share of the supervised
+    tokens that are in it."""
 
     file: FlyteFile
     size: int
@@ -139,7 +134,7 @@ class DraftVocab:
 
 @dataclass(frozen=True)
 class HiddenStateShard:
-    """One directory of chunks and a manifest (eagle3/shards/hidden_states.py)."""
+    """One directory of chunks with a manifest (eagle3/shards/hidden_states.py)."""
 
     index: int
     directory: FlyteDirectory
@@ -153,7 +148,7 @@ class HiddenStateShard:
 
 @dataclass(frozen=True)
 class HiddenStateShards:
-    """All hidden-state shards, in order; layer_ids are theirs, digest over theirs."""
+    """All hidden-state shards. digest: of their digests, in order."""
 
     shards: list[HiddenStateShard]
     layer_ids: list[int]
@@ -161,7 +156,7 @@ class HiddenStateShards:
 
 
 class GivenHiddenStates(NamedTuple):
-    """Hidden states that existed before the run, and the rows in them. data: these rows, for the summary."""
+    """Hidden states that existed before the run, and their rows. data: the same rows, for the summary."""
 
     states: HiddenStateShards
     rows: TokenShards
@@ -170,8 +165,7 @@ class GivenHiddenStates(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftCheckpoint:
-    """Draft weights with config (draft.json) and metrics.jsonl; the resumable checkpoint goes when training
-    is over."""
+    """Draft weights with config (draft.json) and metrics.jsonl, without the optimizer's state."""
 
     directory: FlyteDirectory
     digest: str
@@ -187,8 +181,7 @@ class DraftExport:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """evaluation.json with every figure, and the export it measured: when that is gone, so is the
-    measurement."""
+    """evaluation.json and the export that it measures: if the export is deleted, the cache entry is a miss."""
 
     file: FlyteFile
     export: FlyteDirectory
@@ -199,9 +192,8 @@ class EvaluationReport:
 
 
 class CurrentDraft(NamedTuple):
-    """The draft that is served before a retraining. recipe: the retraining's; for a warm start its
-    `train.init_from` is that draft. number: of its promotion, 0 for none. drafts: that draft, or none.
-    target_digest: of its target, "" for none."""
+    """The draft that is served before a retraining. recipe: for the new draft; for a warm start its
+    train.init_from is the served draft. number: of the promotion. If no draft is served: 0, [] and ""."""
 
     recipe: Recipe
     number: int
@@ -211,8 +203,8 @@ class CurrentDraft(NamedTuple):
 
 @dataclass(frozen=True)
 class Promotion:
-    """How a retraining ended. promoted: whether the new draft is served now. reason: why, or why not. export:
-    the draft that is served now, "" for none; acceptance_length is the new draft's."""
+    """The result of a retraining. export: URI of the draft that is served now, or "". acceptance_length: of the
+    new draft."""
 
     promoted: bool
     reason: str

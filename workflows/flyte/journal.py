@@ -1,7 +1,7 @@
-"""What ran and what came from the cache in this process: a local run executes every task in one.
+"""The task executions and cache hits of a local run, which has all tasks in one process. For remote runs, Flyte's
+console shows them.
 
-A stage is the module of a task: `workflows.tasks.train_draft.train_draft` belongs to stage `train_draft`.
-Pods keep no journal; Flyte's console shows the same.
+A task's module is its stage: `workflows.tasks.train_draft.train_draft` belongs to stage `train_draft`.
 """
 
 import threading
@@ -24,7 +24,7 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One task execution, or one result taken from the cache."""
+    """One task execution or cache hit."""
 
     stage: str
     seconds: float
@@ -36,13 +36,13 @@ _lock = threading.Lock()
 
 
 def start() -> None:
-    """Forget earlier runs. The first task of a run calls it."""
+    """Forget earlier runs; the first task of a run calls this."""
     with _lock:
         _entries.clear()
 
 
 def note(task_name: str, seconds: float, cached: bool) -> None:
-    """Add an entry for a task, given by its full name (module and function)."""
+    """Add an entry. task_name: module and function."""
     with _lock:
         _entries.append(Entry(task_name.rsplit(".", 2)[-2], seconds, cached))
 
@@ -54,8 +54,7 @@ def entries() -> list[Entry]:
 
 
 def by_stage() -> list[dict[str, Any]]:
-    """Name, seconds, executions (`runs`) and cache hits (`cached`) of each stage; a hit's seconds are those
-    of the look-up."""
+    """Name, seconds, executions (`runs`) and cache hits (`cached`) of each stage."""
     summed = []
     for name in STAGES:
         mine = [e for e in entries() if e.stage == name]

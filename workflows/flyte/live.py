@@ -1,8 +1,6 @@
-"""What a long task does while its processes work: publish a live Deck, and for training save checkpoints for
-the next attempt.
+"""Publish a live Deck while a long task runs, and save training checkpoints for the next attempt.
 
-Local runs do neither: a Deck has no reader there, and the next attempt finds the directory itself
-(store.resumable_dir).
+Local runs do neither: no one reads a Deck there, and the next run finds the directory (store.resumable_dir).
 """
 
 import logging
@@ -23,13 +21,12 @@ from workflows.flyte import store
 
 logger = logging.getLogger("eagle3")
 PUBLISH_EVERY_S = 20.0
-# Between two points of a job's curve.
+# Distance of the points of a job's curve.
 POINT_EVERY_S = 5.0
 
 
 class LiveDeck(Deck, ABC):  # type: ignore[misc]
-    """A Deck whose content is drawn whenever it is written: by `show`, and by Flyte when the task has
-    ended."""
+    """A Deck that renders its content on each write: by `show`, and by Flyte at the end of the task."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, auto_add_to_deck=not store.is_local())
@@ -41,25 +38,22 @@ class LiveDeck(Deck, ABC):  # type: ignore[misc]
 
     @abstractmethod
     def draw(self) -> str:
-        """The Deck now, as HTML below 1 MB."""
+        """Render the Deck as HTML below 1 MB."""
 
     def show(self) -> None:
-        """Publish, at most every PUBLISH_EVERY_S seconds; an error of the store does not stop the work."""
-        if (
-            store.is_local()
-            or time.monotonic() - self.published_at < PUBLISH_EVERY_S
-            or not current_context().enable_deck
-        ):
+        """Publish, at most every PUBLISH_EVERY_S seconds. An error is only logged."""
+        is_due = time.monotonic() - self.published_at >= PUBLISH_EVERY_S
+        if store.is_local() or not is_due or not current_context().enable_deck:
             return
         try:
             Deck.publish()
         except Exception as e:
-            logger.warning("the Deck could not be published (%s); it is tried again", e)
+            logger.warning("the Deck could not be published (%s); trying again later", e)
         self.published_at = time.monotonic()
 
 
 class TrainingDeck(LiveDeck):
-    """Curves from metrics.jsonl."""
+    """Training curves from metrics.jsonl."""
 
     def __init__(self, metrics_path: Path) -> None:
         super().__init__("training")
@@ -69,16 +63,12 @@ class TrainingDeck(LiveDeck):
         from eagle3.reports.live import render_live
         from eagle3.training.metrics import read_metrics
 
-        # Before the first step there are none.
+        # The file does not exist before the first step.
         return render_live(read_metrics(self.metrics_path)) if self.metrics_path.exists() else ""
 
 
 class JobDeck(LiveDeck):
-    """The progress of an engine's jobs, and their results at the end.
-
-    Args:
-        title: stage and shard.
-    """
+    """The progress of an engine's jobs, and their results at the end. title: stage and shard."""
 
     def __init__(self, title: str) -> None:
         super().__init__("progress")
@@ -89,16 +79,16 @@ class JobDeck(LiveDeck):
         self.show()
 
     def watch(self, label: str = "") -> Watch:
-        """What shows the next job, here and on stderr; the label is the title where there is one job only."""
+        """A callback that shows the next job's progress, here and on stderr. A single job needs no label."""
         points = self.jobs.setdefault(label or self.title, [])
         return Watch(label or self.title, partial(self._take, points))
 
     def finish(self, results: dict[str, str], note: str = "") -> None:
-        """Show the results, name -> value; Flyte writes the Deck once more when the task ends."""
+        """Set the results (name -> value); Flyte writes the Deck at the end of the task."""
         self.results, self.note = results, note
 
     def _take(self, points: list[Progress], progress: Progress) -> None:
-        # The last point is now; those before it keep their distance.
+        # The last point is always the newest; the points before it keep their distance.
         if len(points) > 1 and progress.seconds - points[-2].seconds < POINT_EVERY_S:
             points.pop()
         points.append(progress)
@@ -111,11 +101,8 @@ class JobDeck(LiveDeck):
 
 
 class AttemptCheckpoint:
-    """The checkpoint file of one attempt, kept in the cluster's storage for the next one.
-
-    Args:
-        path: where the trainer writes it atomically.
-    """
+    """Copies a trainer's checkpoint file to the cluster's storage, for the next attempt of the task. The trainer
+    must write `path` atomically."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -123,10 +110,9 @@ class AttemptCheckpoint:
         self.store: Checkpoint | None = None if store.is_local() else _attempt_store()
 
     def restore(self) -> None:
-        """Fetch what the previous attempt saved, and save it as this attempt's: the next one looks no
-        further back.
+        """Fetch the previous attempt's checkpoint, and save it again: the next attempt reads only this attempt's.
 
-        Where there is nothing to fetch, training starts again; another attempt would find even less.
+        Without a checkpoint training starts again, since another attempt would find none either.
         """
         if self.store is None or not self.store.prev_exists():
             return
@@ -141,11 +127,10 @@ class AttemptCheckpoint:
         self.save()
 
     def save(self) -> None:
-        """Upload the file if it is another than the one uploaded last; one object, so the store replaces it
-        as a whole."""
+        """Upload the file if it changed since the last upload. It is one object: stores replace it atomically."""
         if self.store is None or not self.path.exists() or state_of(self.path) == self.saved:
             return
-        # The trainer may replace the file during the upload: a second name keeps this version.
+        # The trainer may replace the file during the upload: a hard link keeps this version.
         try:
             with tempfile.TemporaryDirectory(dir=self.path.parent) as directory:
                 copy = Path(directory) / self.path.name
@@ -153,7 +138,7 @@ class AttemptCheckpoint:
                 state = state_of(copy)
                 self.store.save(copy)
         except (FlyteUploadDataException, OSError) as e:
-            logger.warning("the checkpoint could not be saved (%s); the next one is tried again", e)
+            logger.warning("the checkpoint could not be saved (%s); trying again with the next one", e)
             return
         self.saved = state
 
@@ -161,11 +146,11 @@ class AttemptCheckpoint:
 def _attempt_store() -> Checkpoint | None:
     try:
         return current_context().checkpoint
-    except NotImplementedError:  # a pod started by hand, without the argument that names it
+    except NotImplementedError:  # a pod started by hand has no checkpoint argument
         return None
 
 
 def state_of(path: Path) -> tuple[int, int]:
-    """Identifies a version of a file: modification time in ns, size in bytes."""
+    """Modification time in ns and size in bytes, which change with the content."""
     stat = path.stat()
     return stat.st_mtime_ns, stat.st_size

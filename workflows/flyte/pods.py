@@ -1,12 +1,10 @@
-"""What each pod asks for: image, resources, retries, time-out, secrets. A recipe's `resources` replace the
-quantities.
+"""The pod of each task: image, resources, retries, timeout, secrets. A recipe's `resources` replace quantities.
 
-Inputs reach a node's resources only inside a `@dynamic`: the fan-outs are such, and `on_pod` makes a thin one
-around each other task that takes resources from the recipe. The tasks themselves, and so their cache keys,
-know nothing of it.
+Only a `@dynamic` can set a node's resources from an input. The fan-outs are `@dynamic`; `on_pod` wraps other
+tasks in one. So resources are in no task's inputs and in no cache key.
 
-The environment at registration is carried into the pods: a `@dynamic` makes its nodes in one, with the images
-and secrets that are named there.
+A `@dynamic` compiles its nodes in a pod, and needs the images and secrets that were set at registration: pods
+get those variables (CARRIED).
 """
 
 import copy
@@ -39,7 +37,7 @@ CARRIED = ("EAGLE3_REGISTRY", "EAGLE3_TAG", "EAGLE3_HF_SECRET", "EAGLE3_SERVER_S
 
 
 def carried_environment() -> dict[str, str]:
-    """The variables that pods need from this environment; a store only if pods can reach it."""
+    """The variables of this environment that pods need. EAGLE3_STORE only if it is a URL."""
     found = {name: os.environ.get(name, "") for name in CARRIED}
     if not is_remote(found["EAGLE3_STORE"]):
         del found["EAGLE3_STORE"]
@@ -47,15 +45,8 @@ def carried_environment() -> dict[str, str]:
 
 
 def secret(setting: str, variable: str) -> dict[str, Any]:
-    """A secret of the cluster for a task's pod, if the environment names one.
-
-    Args:
-        setting: variable with <group>/<key>; in Kubernetes the name and key of a secret.
-        variable: contains the secret in the pod.
-
-    Raises:
-        ValueError: if the setting has another form.
-    """
+    """Put a secret of the cluster into a task's environment as `variable`, if the variable `setting` names one as
+    <group>/<key>: name and key of a Kubernetes secret."""
     named = os.environ.get(setting, "")
     if not named:
         return {}
@@ -64,11 +55,11 @@ def secret(setting: str, variable: str) -> dict[str, Any]:
         raise ValueError(
             f"{setting} must read group/key, the name and key of a secret in the cluster; it does not"
         )
-    how = Secret.MountType.ENV_VAR
-    return {"secret_requests": [Secret(group=group, key=key, env_var=variable, mount_requirement=how)]}
+    mount = Secret.MountType.ENV_VAR
+    return {"secret_requests": [Secret(group=group, key=key, env_var=variable, mount_requirement=mount)]}
 
 
-# For tasks that read the hub, and for those that may ask a server.
+# For tasks that read the hub, and for tasks that may call an engine server.
 HUB = secret("EAGLE3_HF_SECRET", "HF_TOKEN")
 SERVER = secret("EAGLE3_SERVER_SECRET", "EAGLE3_SERVER_KEY")
 DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}
@@ -103,8 +94,8 @@ CLIENT: dict[str, Any] = {
     "limits": Resources(cpu="8", mem="32Gi", gpu="0", ephemeral_storage="200Gi"),
 }
 
-# One engine replica or one trainer: a whole H200 each. Time-outs are for what hangs: far above what a shard
-# or a training takes.
+# One engine replica or one trainer on one H200. Timeouts end pods that hang; they are far above the time of a
+# shard or a training.
 ON_GPU: dict[str, Any] = {
     "container_image": images.GPU,
     "environment": carried_environment(),
@@ -116,7 +107,7 @@ ENGINE: dict[str, Any] = ON_GPU | {
     "requests": Resources(cpu="8", mem="96Gi", gpu="1", ephemeral_storage="200Gi"),
     "limits": Resources(cpu="16", mem="128Gi", gpu="1", ephemeral_storage="400Gi"),
     "timeout": timedelta(days=2),
-    "interruptible": True,  # a shard loses little with its pod
+    "interruptible": True,  # a new pod resumes the shard
 }
 EVALUATION: dict[str, Any] = ENGINE | {"interruptible": False}
 TRAINER: dict[str, Any] = ON_GPU | {
@@ -129,39 +120,34 @@ TRAINER: dict[str, Any] = ON_GPU | {
 
 @dataclass(frozen=True)
 class Pod:
-    """What a node's pod asks for.
-
-    overrides: for `with_overrides`. template: name of the cluster's PodTemplate for it, or empty.
-    """
+    """A node's pod. overrides: for `with_overrides`. template: name of a PodTemplate in the cluster, or empty."""
 
     overrides: dict[str, Any]
     template: str
 
     def node(self, task: Any, **inputs: Any) -> Any:
-        """A task's node in a @dynamic, on this pod; locally the task runs at once, and this is its result."""
+        """Make a task's node on this pod, in a @dynamic. Locally, run the task and return its result."""
         if store.is_local():
             return task(**inputs)
-        return _after_template(task, self.template)(**inputs).with_overrides(**self.overrides)
+        return _with_template(task, self.template)(**inputs).with_overrides(**self.overrides)
 
 
 @cache
-def _after_template(task: Any, name: str) -> Any:
-    """A copy of the task for a @dynamic to compile, with pods made after a PodTemplate: labels, tolerations
-    and the like.
+def _with_template(task: Any, name: str) -> Any:
+    """A copy of the task whose pods start from a PodTemplate, for labels, tolerations and the like.
 
-    A node's own override would have to be the whole pod, which Propeller takes unchanged (flyteorg/flyte
-    6463), and which flytekit writes with the package kubernetes only.
+    A node's override cannot name one: it is a complete pod, which Propeller does not merge (flyteorg/flyte#6463)
+    and for which flytekit needs the package kubernetes.
     """
     if not name:
         return task
-    made = copy.copy(task)
-    made._metadata = replace(task.metadata, pod_template_name=name)
-    return made
+    templated = copy.copy(task)
+    templated._metadata = replace(task.metadata, pod_template_name=name)
+    return templated
 
 
 def on_pod(task: Any, pod_for: Callable[[Recipe], Pod]) -> Any:
-    """A @dynamic of the same inputs, named <task>_node, that runs the task on the pod that its input `recipe`
-    asks for."""
+    """A @dynamic <task>_node with the task's inputs, which runs the task on the pod that `recipe` asks for."""
     function = task.task_function
 
     def node(**inputs: Any) -> Any:
@@ -176,39 +162,39 @@ def on_pod(task: Any, pod_for: Callable[[Recipe], Pod]) -> Any:
 
 
 def engine_pod(recipe: Recipe) -> Pod:
-    """An engine replica: as many GPUs as a split target needs."""
+    """An engine replica with one GPU for each tensor-parallel rank."""
     asked = recipe.resources.engine
     quantities = _gpu_pod(ENGINE, asked, recipe.fanout.tensor_parallel_size)
     return Pod(quantities | {"interruptible": asked.spot}, asked.pod_template)
 
 
 def answering_pod(recipe: Recipe) -> Pod:
-    """An engine replica, or a client of a server."""
+    """An engine replica, or a client of the recipe's servers."""
     if not recipe.fanout.server_urls:
         return engine_pod(recipe)
     return Pod(CLIENT | {"interruptible": recipe.resources.engine.spot}, "")
 
 
 def evaluation_pod(recipe: Recipe) -> Pod:
-    """An engine replica that is never on spot: its speed is measured."""
+    """An engine replica, never on spot since it measures speed."""
     pod = engine_pod(recipe)
     return Pod(pod.overrides | {"interruptible": False}, pod.template)
 
 
 def trainer_pod(recipe: Recipe) -> Pod:
-    """The trainer."""
+    """A trainer."""
     asked = recipe.resources.trainer
     return Pod(_gpu_pod(TRAINER, asked, asked.gpus) | {"interruptible": asked.spot}, asked.pod_template)
 
 
 def data_pod(recipe: Recipe) -> Pod:
-    """What fetches the target or prepares the data."""
+    """A pod that fetches the target or prepares the data."""
     asked = recipe.resources.data
-    return Pod(_sides(DATA, asked) | {"interruptible": asked.spot}, asked.pod_template)
+    return Pod(_quantities(DATA, asked) | {"interruptible": asked.spot}, asked.pod_template)
 
 
 def pod_disks(resources: ResourcesConfig) -> dict[str, int]:
-    """Local disk of each kind of pod, bytes, by its name in the recipe's `resources`."""
+    """Local disk in bytes of each kind of pod, by its name in the recipe's `resources`."""
     groups = {"data": DATA, "engine": ENGINE, "trainer": TRAINER}
     return {
         name: quantity_bytes(getattr(resources, name).ephemeral_storage or group["limits"].ephemeral_storage)
@@ -217,14 +203,14 @@ def pod_disks(resources: ResourcesConfig) -> dict[str, int]:
 
 
 def _gpu_pod(group: dict[str, Any], asked: EngineResources | TrainerResources, gpus: int) -> dict[str, Any]:
-    # An override of quantities drops the task's own accelerator and shared memory: all are given.
-    return _sides(group, asked, gpu=str(gpus)) | {
+    # An override of quantities drops the task's accelerator and shared memory, so it has to set them.
+    return _quantities(group, asked, gpu=str(gpus)) | {
         "accelerator": getattr(accelerators, asked.accelerator),
         "shared_memory": asked.shared_memory or group["shared_memory"],
     }
 
 
-def _sides(group: dict[str, Any], asked: PodResources, **quantities: str) -> dict[str, Any]:
+def _quantities(group: dict[str, Any], asked: PodResources, **quantities: str) -> dict[str, Any]:
     for name in ("cpu", "mem", "ephemeral_storage"):
         if quantity := getattr(asked, name):
             quantities[name] = quantity

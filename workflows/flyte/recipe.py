@@ -1,7 +1,7 @@
-"""The one input that all workflows share: `--recipe FILE` reads a YAML file into it.
+"""The workflow input `recipe`: `--recipe FILE` reads a YAML file into it.
 
-Flyte may order the fields of a workflow input's attribute differently each time (flyteorg/flyte#6517): so
-cached tasks take a recipe whole, outside their keys, and what is in their keys from resolve_inputs.
+The field order of an attribute of a workflow input may change from run to run (flyteorg/flyte#6517). So cached
+tasks take the whole recipe as an ignored input, and settings for their keys from resolve_inputs.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ from eagle3.uris import check_uri
 
 
 def _as_file(value: Any, info: ValidationInfo) -> Any:
-    """A path or URL, which is what a recipe has, in the form that a FlyteFile is validated from."""
+    """Convert a path or URL of a recipe to the form that FlyteFile validates."""
     if not isinstance(value, str):
         return value
     try:
@@ -48,8 +48,7 @@ class Recipe(RunSettings):
 
 
 class RecipeTransformer(PydanticTransformer):  # type: ignore[misc]
-    """Uploads a recipe's files to the cluster that `--remote` names; flytekit's own leaves files in pydantic
-    models where they are."""
+    """Uploads a recipe's files in remote runs; flytekit's transformer does not upload files in pydantic models."""
 
     def __init__(self) -> None:
         TypeTransformer.__init__(self, "Recipe", Recipe, enable_type_assertions=False)

@@ -1,4 +1,4 @@
-"""The directory in which a run leaves its reports: runs/<run_name> here, an output directory in a pod."""
+"""The directory of a run's reports: runs/<run_name> locally, an output directory in a pod."""
 
 import json
 from pathlib import Path
@@ -9,25 +9,16 @@ from flytekit import Deck
 from eagle3.files import write_bytes
 from workflows.flyte import store
 
-# File systems take 255 bytes.
-MAX_NAME_BYTES = 200
+MAX_NAME_BYTES = 200  # file systems allow 255
 
 
 def check_run_name(run_name: str) -> None:
-    """Refuse a name that cannot be a directory's.
-
-    Raises:
-        ValueError: says what it must be.
-    """
-    is_name = (
-        run_name not in ("", ".", "..")
-        and not set(run_name) & set("/\\\0")
-        and len(run_name.encode()) <= MAX_NAME_BYTES
-    )
-    if not is_name:
+    """Refuse a name that cannot be a directory's."""
+    is_reserved = run_name in ("", ".", "..") or bool(set(run_name) & set("/\\\0"))
+    if is_reserved or len(run_name.encode()) > MAX_NAME_BYTES:
         raise ValueError(
-            f"run_name must be the name of a directory in runs/: 1 to {MAX_NAME_BYTES} bytes, neither . nor .., "
-            f"without / and \\, got {run_name[:MAX_NAME_BYTES]!r}; choose another"
+            f"run_name must be the name of a directory in runs/: 1 to {MAX_NAME_BYTES} bytes, neither . nor "
+            f".., without / and \\, got {run_name[:MAX_NAME_BYTES]!r}; choose another"
         )
 
 
@@ -40,13 +31,12 @@ def run_dir(run_name: str) -> Path:
 
 
 def path_for_reader(path: Path) -> str:
-    """How a reader finds a file of a run's directory: its path here; in a pod, which ends, its name in the
-    task's output."""
+    """The name under which a report mentions a file: its path locally, its name in the task's output in a pod."""
     return str(path) if store.is_local() else path.name
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: another run may have the same name."""
+    """Write a file atomically, since two runs may have the same name."""
     write_bytes(path, text.encode())
 
 

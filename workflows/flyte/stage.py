@@ -25,8 +25,8 @@ R = TypeVar("R")
 # FlyteDataNotFoundException, a ValueError.
 TRANSFER_FAULTS = (FlyteDownloadDataException, FlyteUploadDataException)
 MEMORY_HINT = (
-    "lower train.pack_tokens for training, engine.max_num_seqs or engine.max_num_batched_tokens for an engine, "
-    "or ask for more memory under resources"
+    "lower train.pack_tokens for training, engine.max_num_seqs or engine.max_num_batched_tokens for an "
+    "engine, or ask for more memory under resources"
 )
 
 

@@ -103,7 +103,8 @@ def show_data(
         report["vocab"] = measure_coverage(rows, chosen)
     if init_from:
         report["vocab_note"] = (
-            f"The draft of train.init_from, {redact(init_from)}, has its own vocabulary: see the report of the run."
+            f"The draft of train.init_from, {redact(init_from)}, has its own vocabulary: "
+            "see the report of the run."
         )
     page = path_for_reader(write_data_report(run_dir(recipe.run_name), report))
     shards = [*data.shards, *data.tool_tasks]

@@ -39,7 +39,8 @@ def find_current_draft(
 
     if not store.is_local() and not is_remote(promote.place):
         raise ValueError(
-            f"promote.place must be a URL in a cluster, got {redact(promote.place)}: a pod's directories end with it"
+            f"promote.place must be a URL in a cluster, got {redact(promote.place)}: "
+            "a pod's directories end with it"
         )
     store.share_credentials()
     changes: dict[str, Any] = {"run_name": run_name} if run_name else {}
@@ -65,8 +66,8 @@ def check_current_draft(made_for: str, target: Target) -> Target:
     so that the rest waits for this."""
     if made_for and made_for != target.digest:
         raise ValueError(
-            f"the promoted draft must be for this run's target {target.name}, digest {target.digest}, got {made_for}; "
-            "give each target a promote.place of its own, or set target.revision to the former"
+            f"the promoted draft must be for this run's target {target.name}, digest {target.digest}, "
+            f"got {made_for}; give each target a promote.place of its own, or set target.revision to the former"
         )
     return target
 
