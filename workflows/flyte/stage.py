@@ -31,8 +31,7 @@ MEMORY_HINT = (
 
 
 def recoverable(function: Callable[P, R]) -> Callable[P, R]:
-    """In a pod, make transient errors recoverable: of the store, of connections, of an engine, of a trainer's
-    ranks.
+    """In a pod, make transient errors of stores, connections, engines and ranks recoverable.
 
     Permanent errors pass unchanged: wrong settings and data (ValueError), too little memory. Under `@dynamic`
     this covers the function alone: Flyte does not repeat a dynamic task after its nodes have failed.

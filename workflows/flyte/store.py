@@ -1,9 +1,8 @@
 """Where outputs are, and when a local cache entry still counts.
 
-Flyte's local cache keeps the paths that a task returned and copies nothing. So local outputs go to a
-persistent store (`EAGLE3_STORE`, by default ~/.cache/eagle3), in a new directory for each run of a task: two
-runs never share one. Work
-that resumes after a kill has a directory named by its key: training until it is done, hidden states for good.
+Flyte's local cache keeps paths and copies no files. So local outputs go to a persistent store (`EAGLE3_STORE`,
+by default ~/.cache/eagle3), in a new directory for each execution of a task. Work that resumes after a kill has
+a directory named by its key: training until it is done, hidden states for good.
 A cache entry without its files counts as a miss (flyteorg/flyte#4672). In a pod, outputs go to its working
 directory.
 """
@@ -88,8 +87,7 @@ def resumable_dir(name: str, key: str) -> Iterator[Path]:
 
 
 def finish(path: Path, name: str) -> Path:
-    """Give a directory of `resumable_dir` the name of a finished output; the next run of its key starts
-    afresh."""
+    """Rename a directory of `resumable_dir` to a finished output; the next run of its key starts again."""
     return path if not path.name.endswith(".unfinished") else path.rename(new_dir(name))
 
 
@@ -162,8 +160,7 @@ def fetch(file: FlyteFile) -> str:
 
 
 def share_credentials() -> None:
-    """Hand the cluster's S3 endpoint and keys, which only flytekit knows, to fsspec in this process and its
-    children."""
+    """Give flytekit's S3 endpoint and keys to fsspec, in this process and its children."""
     s3 = DataConfig.auto().s3
     names = {
         "AWS_ENDPOINT_URL": s3.endpoint,
@@ -216,8 +213,7 @@ def is_there(path: str) -> bool:
 
 
 def install_cache_guard() -> None:
-    """Make Flyte's local cache forget entries whose files are gone, and tell the journal of each hit. Safe to
-    call again."""
+    """Make entries without files a miss in Flyte's local cache, and note each hit. Safe to call twice."""
     look_up = LocalTaskCache.get
     if getattr(look_up, "guarded", False):
         return

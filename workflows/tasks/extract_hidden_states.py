@@ -112,8 +112,7 @@ def extract_hidden_states(shards: TokenShards, target: Target, recipe: Recipe) -
 
 
 def check_room(shards: TokenShards, target: Target, recipe: Recipe) -> None:
-    """Print how many bytes the states take; locally, refuse what does not fit on the disk next to finished
-    captures."""
+    """Print the size of the states; locally, refuse states that do not fit on the disk."""
     from eagle3.shards.hidden_states import hidden_state_bytes
     from eagle3.targets.properties import aux_layer_ids
 

@@ -134,8 +134,7 @@ def hub_target(target: TargetConfig, model: Target) -> tuple[str, str]:
 def _data_report(
     prepared: PreparedData, rows: TokenShards, described: FlyteDirectory, draft_vocab: DraftVocab
 ) -> dict[str, Any]:
-    """The data report of prepare with statistics of the rows trained on, the vocabulary's coverage, and the
-    answers' outcomes."""
+    """The data report of prepare, with row statistics, vocabulary coverage and answer outcomes."""
     from eagle3.data.describe import measure_coverage, read_description
     from eagle3.reports.data import answer_statistics
     from eagle3.vocab import load_vocab
@@ -151,8 +150,7 @@ def _data_report(
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, this package and its libraries in this process; what is not installed is left
-    out."""
+    """Versions of Python, of this package and of its installed libraries."""
     found = {name: _version(name) for name in DISTRIBUTIONS}
     installed = {name: number for name, number in found.items() if number}
     return {"python": platform.python_version(), "eagle3-flyte": _own_version()} | installed

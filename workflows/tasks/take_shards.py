@@ -1,5 +1,4 @@
-"""Take shards that existed before the run: counts and digests come from the files themselves, wrong ones are
-refused.
+"""Read shards that existed before the run, with counts and digests from the files, and refuse wrong ones.
 
 Never cached: a file may have changed since the last run. Later stages are cached by the digests found here.
 """
@@ -33,7 +32,7 @@ from workflows.flyte.stage import recoverable
 def take_token_shards(
     places: list[str], heldout: TokenShard, target: Target, recipe: Recipe
 ) -> GivenTokenShards:
-    """Separate answered shards from those that wait.
+    """Separate shards with answers from shards without.
 
     Raises:
         ValueError: on shards that do not fit, or that wait while regeneration is off.
