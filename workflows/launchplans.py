@@ -29,8 +29,8 @@ OWNERS = [name.strip() for name in owners.split(",") if name.strip()]
 EVERY_NIGHT = "0 2 * * *"  # UTC
 # Share of the recipe's learning rates when training starts from the promoted draft. Not measured.
 WARM_RATE_SHARE = 0.2
-# A draft is promoted only if the text is the same with and without it (promote.identical_text). bfloat16 rounding
-# changes the text; float32 did not, on CPUs.
+# A draft is promoted only if the text is the same with and without it (promote.identical_text). bfloat16
+# rounding changes the text; float32 did not, on CPUs.
 EVALUATE = {"dtype": "float32"}
 ENDED = [
     WorkflowExecutionPhase.SUCCEEDED,
@@ -44,7 +44,8 @@ def inputs_of(path: Path) -> dict[str, Any]:
     """The inputs that both plans fix: the recipe with the URIs above, and the promotion settings."""
     if not path.is_file():
         raise ValueError(
-            f"EAGLE3_RECIPE must be the path of a recipe, got {path}, which is not a file; correct or unset it"
+            f"EAGLE3_RECIPE must be the path of a recipe, got {path}, which is not a file; "
+            "correct or unset it"
         )
     blocks = yaml.safe_load(path.read_text())
     blocks |= {"prompts": TRAFFIC, "heldout": HELDOUT, "run_name": "nightly"}

@@ -1,4 +1,5 @@
-"""Plan a run from its recipe in seconds, without a GPU: rows, tokens, bytes, hours. Refuses what a run refuses.
+"""Plan a run from its recipe in seconds, without a GPU: rows, tokens, bytes, hours. Refuses what a run
+refuses.
 
 pyflyte run workflows/plan.py plan --recipe recipe.yaml
 """

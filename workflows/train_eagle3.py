@@ -1,7 +1,7 @@
 """The whole chain as one workflow: from a recipe to a draft that vLLM loads, and its evaluation.
 
-The other workflows stop early or start from existing shards. All use the stages of workflows/chain.py, so they
-share cache entries:
+The other workflows stop early or start from existing shards. All use the stages of workflows/chain.py, so
+they share cache entries:
 
     pyflyte run workflows/train_eagle3.py until_extract --recipe recipe.yaml
 """
@@ -34,7 +34,7 @@ def until_regenerate(recipe: Recipe) -> tuple[TokenShards, FlyteFile]:
 
 @workflow
 def until_extract(recipe: Recipe) -> tuple[HiddenStateShards, FlyteFile]:
-    """Stop after vocabulary and hidden states. Returns the states and hidden_states.json, which lists them."""
+    """Stop after vocabulary and hidden states. Returns the states and hidden_states.json, their list."""
     start = chain.prepare(recipe)
     rows = chain.answer(start)
     chain.choose_vocab(start, rows)
@@ -61,7 +61,8 @@ def until_export(recipe: Recipe) -> DraftExport:
 
 @workflow
 def train_from_shards(recipe: Recipe, shards: list[str]) -> FlyteDirectory:
-    """Start from token shards: paths or URLs of Parquet files, of directories of them or of token_shards.json.
+    """Start from token shards: paths or URLs of Parquet files, of directories of them or of
+    token_shards.json.
 
     The target answers the rows that have no answer. The recipe's `prompts` and `data.sources` are not read.
     """
@@ -71,8 +72,8 @@ def train_from_shards(recipe: Recipe, shards: list[str]) -> FlyteDirectory:
 
 @workflow
 def train_from_states(recipe: Recipe, shards: list[str]) -> FlyteDirectory:
-    """Start from hidden states: paths or URLs of directories with manifest.json, of directories of these or of
-    hidden_states.json.
+    """Start from hidden states: paths or URLs of directories with manifest.json, of directories of these or
+    of hidden_states.json.
 
     No engine answers or captures. The recipe's `prompts` and `data.sources` are not read.
     """

@@ -4,8 +4,8 @@
     A  aux layers      H  hidden size              M  positions with a last hidden state   R  rows
     V  target vocabulary      K  draft vocabulary  N  query heads   G  key/value heads     D  head size
 
-Slot p pairs token t[p+1] with the aux states of p; its label at TTT step i (from 0) is t[p+2+i]. Example: four
-answer tokens a b c E after a prompt token x, loss mask 0 1 1 1 1, three steps. "." is neither served nor
+Slot p pairs token t[p+1] with the aux states of p; its label at TTT step i (from 0) is t[p+2+i]. Example:
+four answer tokens a b c E after a prompt token x, loss mask 0 1 1 1 1, three steps. "." is neither served nor
 trained:
 
     p      token p   mask[p]   token fed at steps 0 1 2   label at steps 0 1 2

@@ -140,7 +140,8 @@ def _setting_faults(config: dict[str, Any], target: dict[str, Any], layer_ids: l
         yield f"its max_position_embeddings {layer['max_position_embeddings']} is below the target's"
     aux_ids = config["eagle_aux_hidden_state_layer_ids"]
     if aux_ids != layer_ids:
-        yield f"it reads aux layers {aux_ids}, the states hold {layer_ids} (set extract.layer_ids to {aux_ids})"
+        remedy = f"set extract.layer_ids to {aux_ids}"
+        yield f"it reads aux layers {aux_ids}, the states hold {layer_ids} ({remedy})"
     if not 1 <= config["draft_vocab_size"] <= layer["vocab_size"]:
         yield f"draft_vocab_size must be 1 to {layer['vocab_size']}, got {config['draft_vocab_size']}"
 
@@ -172,8 +173,9 @@ def _uri_of(init_from: str) -> str:
         return str(path.resolve())
     if kind == "path" or init_from.startswith("runs/"):
         raise ValueError(
-            f"train.init_from {init_from}: no such directory on this machine; correct it, or for a remote run "
-            "give a hub id like org/draft or a URL like s3://bucket/draft: a pod cannot read your directories"
+            f"train.init_from {init_from}: no such directory on this machine; correct it, or for a remote "
+            "run give a hub id like org/draft or a URL like s3://bucket/draft: "
+            "a pod cannot read your directories"
         )
     return init_from
 

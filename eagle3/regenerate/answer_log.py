@@ -1,8 +1,8 @@
 """The answers of an unfinished shard, kept as they arrive: a later attempt asks only for what is missing.
 
 Each answer is a line of JSON: conversation, number of earlier answers, key of the prompt, token ids, finish
-reason. Each attempt writes its own files, so two attempts at once lose nothing. In a directory it is one file that
-grows with every answer; in a store, whose files cannot grow, a new file every FLUSH_EVERY_S.
+reason. Each attempt writes its own files, so two attempts at once lose nothing. In a directory it is one file
+that grows with every answer; in a store, whose files cannot grow, a new file every FLUSH_EVERY_S.
 """
 
 import json

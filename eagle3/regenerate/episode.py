@@ -2,8 +2,8 @@
 
 The next prompt is what serving would feed: the messages so far, with the target's own answers, as its chat
 template writes them. If that text begins with the row so far, the row continues with the rest of the text. If
-the template writes earlier turns differently (dropped thoughts, trimmed text), a new row begins with the whole
-prompt. No token is trained twice.
+the template writes earlier turns differently (dropped thoughts, trimmed text), a new row begins with the
+whole prompt. No token is trained twice.
 
     row       <s>user⏎Hi</s>⏎<s>assistant⏎ | Hello!</s> |
     rendered  <s>user⏎Hi</s>⏎<s>assistant⏎   Hello!</s>   ⏎<s>user⏎Bye</s>⏎<s>assistant⏎
@@ -42,8 +42,8 @@ class Limits:
 class Episode:
     """The conversation of one prompt row.
 
-    `prompt` is asked next, None when the conversation is over. `counts`: user turns `requested` = `answered` +
-    `failed` + `skipped` (after a failed one); `failed: <reason>`; answers `at_length_limit`; `tool_calls`.
+    `prompt` is asked next, None when the conversation is over. `counts`: user turns `requested` = `answered`
+    + `failed` + `skipped` (after a failed one); `failed: <reason>`; answers `at_length_limit`; `tool_calls`.
 
     Args:
         row: the prompt, with a script if anything can follow the first answer.

@@ -1,4 +1,5 @@
-"""The regenerate stage: the target answers the prompt rows of a token shard, chats and tool tasks, turn by turn."""
+"""The regenerate stage: the target answers the prompt rows of a token shard, chats and tool tasks, turn by
+turn."""
 
 import logging
 from collections import Counter
@@ -136,8 +137,8 @@ def check_any_left(num_rows: int, counts: dict[str, int]) -> None:
     """Refuse to continue if no shard has a row left. counts: outcome counts of all shards."""
     if not num_rows:
         raise ValueError(
-            f"one answer at least must have {MIN_ANSWER_TOKENS} tokens or more, got {outcomes_text(counts)}; raise "
-            "regenerate.max_new_tokens if it is lower, or replace prompts that the target ends at once"
+            f"one answer at least must have {MIN_ANSWER_TOKENS} tokens or more, got {outcomes_text(counts)}; "
+            "raise regenerate.max_new_tokens if it is lower, or replace prompts that the target ends at once"
         )
 
 

@@ -1,8 +1,9 @@
-"""Read an answer as a message: thoughts, content and tool calls, by vLLM's parsers under the names of `vllm serve`.
+"""Read an answer as a message: thoughts, content and tool calls, by vLLM's parsers under the names of `vllm
+serve`.
 
-The message decides the next prompt and which recorded results answer its calls; the token ids in the rows stay as
-the engine wrote them. Importing vLLM's parsers takes eight seconds, so only the worker does it. gpt-oss is read
-here: vLLM reads it with openai_harmony, which downloads a vocabulary.
+The message decides the next prompt and which recorded results answer its calls; the token ids in the rows
+stay as the engine wrote them. Importing vLLM's parsers takes eight seconds, so only the worker does it.
+gpt-oss is read here: vLLM reads it with openai_harmony, which downloads a vocabulary.
 """
 
 import ast

@@ -97,7 +97,8 @@ def bar_chart(title: str, groups: Sequence[str], series: Mapping[str, Sequence[f
             label = escape(f"{name}, {group}: {values[g]:.3f}")
             parts.append(
                 f'<rect x="{left + 1:.1f}" y="{top:.1f}" width="{bar - 2:.1f}" '
-                f'height="{HEIGHT - BOTTOM - top:.1f}" rx="2" fill="{colours[s]}"><title>{label}</title></rect>'
+                f'height="{HEIGHT - BOTTOM - top:.1f}" rx="2" fill="{colours[s]}">'
+                f"<title>{label}</title></rect>"
             )
             parts.append(_text(left + bar / 2, top - 4, f"{values[g]:.2f}", "middle"))
     return _figure(title, list(zip(series, colours, strict=True)), _svg(title, parts))

@@ -17,8 +17,9 @@ from eagle3.uris import base_name, redact, redact_secrets, uri_kind
 WEIGHT_PATTERN = "*.safetensors"
 # Files that an engine and a tokenizer read; not weights in other formats.
 SMALL_FILE_PATTERNS = (
-    "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.json", "*.jinja", "*.model",
+    "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.json",
+    "*.jinja", "*.model",
 )  # fmt: skip
 FILE_PATTERNS = (WEIGHT_PATTERN, *SMALL_FILE_PATTERNS)
 IGNORED_PATTERNS = ("*/*", "consolidated*")

@@ -121,7 +121,7 @@ def check_gpu_memory(
     cache = size.key_value_bytes(dtype) * max_model_len
     if weights + cache > num_gpus * usable_bytes:
         raise ValueError(
-            f"the target's weights in {dtype} and the KV cache of one sequence of {max_model_len} tokens must "
-            f"fit into {num_gpus} x {usable_bytes / 1e9:.0f} GB of GPU memory, they take "
+            f"the target's weights in {dtype} and the KV cache of one sequence of {max_model_len} tokens "
+            f"must fit into {num_gpus} x {usable_bytes / 1e9:.0f} GB of GPU memory, they take "
             f"{weights / 1e9:.0f} + {cache / 1e9:.1f} GB; {remedy}"
         )

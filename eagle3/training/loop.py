@@ -202,7 +202,7 @@ class TrainingRun:
             self.save()
 
     def _check_fits(self, batch: PackedBatch) -> None:
-        """Refuse another target's states: on a GPU an unknown token id kills the process without a message."""
+        """Refuse another target's states: on a GPU an unknown token id kills the process silently."""
         config = self.draft.config
         num_tokens = len(self.draft.get_buffer("embedding"))
         wanted = (len(config.eagle_aux_hidden_state_layer_ids), config.target_hidden_size)

@@ -58,7 +58,7 @@ class MetricLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write the queue; FloatingPointError names step and conversations of a non-finite loss or gradient."""
+        """Write the queue; FloatingPointError names step and rows of a non-finite loss or gradient."""
         if not self.pending:
             return
         pending, self.pending = self.pending, []

@@ -79,8 +79,8 @@ class StepResult:
     """Metrics of a step, as tensors on the device.
 
     Over all processes: loss [], gradient_norm []; loss_by_step, accuracy_by_step [I] over valid slots;
-    label_coverage [], share of step-0 labels inside the draft vocabulary; supervised [] and tokens [], numbers
-    of slots and tokens. Of this process: own_loss []; hits, [I, S] bool of each part.
+    label_coverage [], share of step-0 labels inside the draft vocabulary; supervised [] and tokens [],
+    numbers of slots and tokens. Of this process: own_loss []; hits, [I, S] bool of each part.
     """
 
     loss: Tensor

@@ -26,7 +26,8 @@ def clean(root: Path) -> str:
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         raise ValueError(
             "a store must hold directories of stages only (train_draft-0123456789ab), "
-            f"{root} holds {', '.join(sorted(names)[:MAX_NAMED])}{more}; correct EAGLE3_STORE, or move these away"
+            f"{root} holds {', '.join(sorted(names)[:MAX_NAMED])}{more}; "
+            "correct EAGLE3_STORE, or move these away"
         )
     shutil.rmtree(root)
     return f"{root} is removed"

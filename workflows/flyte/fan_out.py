@@ -1,5 +1,5 @@
-"""Fan out: one node for each shard, in worker slots. A shard that fails for good ends the run; finished shards
-stay in the cache."""
+"""Fan out: one node for each shard, in worker slots. A shard that fails for good ends the run; finished
+shards stay in the cache."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

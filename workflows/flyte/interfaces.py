@@ -1,8 +1,8 @@
 """The values that tasks pass to each other: frozen dataclasses of files, counts and content digests.
 
 Cache keys have an artefact's digest, never its path. No field is a union: flytekit corrupts unions silently.
-A named tuple is several outputs of one task. Use one if several nodes take the same output: a local run changes
-a promise that comes from a dataclass field in place, so only one node can take it.
+A named tuple is several outputs of one task. Use one if several nodes take the same output: a local run
+changes a promise that comes from a dataclass field in place, so only one node can take it.
 """
 
 from dataclasses import dataclass, field
@@ -52,8 +52,8 @@ class ResolvedInputs:
 
 
 class Resolved(NamedTuple):
-    """The versions of a run's inputs, and the recipe's blocks as cache keys have them: without URIs and without
-    settings of where and how a stage runs."""
+    """The versions of a run's inputs, and the recipe's blocks as cache keys have them: without URIs and
+    without settings of where and how a stage runs."""
 
     found: ResolvedInputs
     engine: EngineConfig
@@ -181,7 +181,7 @@ class DraftExport:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """evaluation.json and the export that it measures: if the export is deleted, the cache entry is a miss."""
+    """evaluation.json and the export that it measures: a deleted export makes the cache entry a miss."""
 
     file: FlyteFile
     export: FlyteDirectory
@@ -203,8 +203,8 @@ class CurrentDraft(NamedTuple):
 
 @dataclass(frozen=True)
 class Promotion:
-    """The result of a retraining. export: URI of the draft that is served now, or "". acceptance_length: of the
-    new draft."""
+    """The result of a retraining. export: URI of the draft that is served now, or "". acceptance_length: of
+    the new draft."""
 
     promoted: bool
     reason: str

@@ -1,5 +1,5 @@
-"""The task executions and cache hits of a local run, which has all tasks in one process. For remote runs, Flyte's
-console shows them.
+"""The task executions and cache hits of a local run, which has all tasks in one process. For remote runs,
+Flyte's console shows them.
 
 A task's module is its stage: `workflows.tasks.train_draft.train_draft` belongs to stage `train_draft`.
 """

@@ -101,8 +101,8 @@ class JobDeck(LiveDeck):
 
 
 class AttemptCheckpoint:
-    """Copies a trainer's checkpoint file to the cluster's storage, for the next attempt of the task. The trainer
-    must write `path` atomically."""
+    """Copies a trainer's checkpoint file to the cluster's storage, for the next attempt of the task. The
+    trainer must write `path` atomically."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -110,7 +110,8 @@ class AttemptCheckpoint:
         self.store: Checkpoint | None = None if store.is_local() else _attempt_store()
 
     def restore(self) -> None:
-        """Fetch the previous attempt's checkpoint, and save it again: the next attempt reads only this attempt's.
+        """Fetch the previous attempt's checkpoint, and save it again: the next attempt reads only this
+        attempt's.
 
         Without a checkpoint training starts again, since another attempt would find none either.
         """
@@ -127,7 +128,8 @@ class AttemptCheckpoint:
         self.save()
 
     def save(self) -> None:
-        """Upload the file if it changed since the last upload. It is one object: stores replace it atomically."""
+        """Upload the file if it changed since the last upload. It is one object: stores replace it
+        atomically."""
         if self.store is None or not self.path.exists() or state_of(self.path) == self.saved:
             return
         # The trainer may replace the file during the upload: a hard link keeps this version.

@@ -1,4 +1,5 @@
-"""The pod of each task: image, resources, retries, timeout, secrets. A recipe's `resources` replace quantities.
+"""The pod of each task: image, resources, retries, timeout, secrets. A recipe's `resources` replace
+quantities.
 
 Only a `@dynamic` can set a node's resources from an input. The fan-outs are `@dynamic`; `on_pod` wraps other
 tasks in one. So resources are in no task's inputs and in no cache key.
@@ -45,8 +46,8 @@ def carried_environment() -> dict[str, str]:
 
 
 def secret(setting: str, variable: str) -> dict[str, Any]:
-    """Put a secret of the cluster into a task's environment as `variable`, if the variable `setting` names one as
-    <group>/<key>: name and key of a Kubernetes secret."""
+    """Put a secret of the cluster into a task's environment as `variable`, if the variable `setting` names
+    one as <group>/<key>: name and key of a Kubernetes secret."""
     named = os.environ.get(setting, "")
     if not named:
         return {}
@@ -120,7 +121,8 @@ TRAINER: dict[str, Any] = ON_GPU | {
 
 @dataclass(frozen=True)
 class Pod:
-    """A node's pod. overrides: for `with_overrides`. template: name of a PodTemplate in the cluster, or empty."""
+    """A node's pod. overrides: for `with_overrides`. template: name of a PodTemplate in the cluster, or
+    empty."""
 
     overrides: dict[str, Any]
     template: str
@@ -136,8 +138,8 @@ class Pod:
 def _with_template(task: Any, name: str) -> Any:
     """A copy of the task whose pods start from a PodTemplate, for labels, tolerations and the like.
 
-    A node's override cannot name one: it is a complete pod, which Propeller does not merge (flyteorg/flyte#6463)
-    and for which flytekit needs the package kubernetes.
+    A node's override cannot name one: it is a complete pod, which Propeller does not merge
+    (flyteorg/flyte#6463) and for which flytekit needs the package kubernetes.
     """
     if not name:
         return task
@@ -147,7 +149,7 @@ def _with_template(task: Any, name: str) -> Any:
 
 
 def on_pod(task: Any, pod_for: Callable[[Recipe], Pod]) -> Any:
-    """A @dynamic <task>_node with the task's inputs, which runs the task on the pod that `recipe` asks for."""
+    """A @dynamic <task>_node with the task's inputs. It runs the task on the pod that `recipe` asks for."""
     function = task.task_function
 
     def node(**inputs: Any) -> Any:

@@ -1,7 +1,7 @@
 """The workflow input `recipe`: `--recipe FILE` reads a YAML file into it.
 
-The field order of an attribute of a workflow input may change from run to run (flyteorg/flyte#6517). So cached
-tasks take the whole recipe as an ignored input, and settings for their keys from resolve_inputs.
+The field order of an attribute of a workflow input may change from run to run (flyteorg/flyte#6517). So
+cached tasks take the whole recipe as an ignored input, and settings for their keys from resolve_inputs.
 """
 
 from pathlib import Path
@@ -48,7 +48,8 @@ class Recipe(RunSettings):
 
 
 class RecipeTransformer(PydanticTransformer):  # type: ignore[misc]
-    """Uploads a recipe's files in remote runs; flytekit's transformer does not upload files in pydantic models."""
+    """Uploads a recipe's files in remote runs; flytekit's transformer does not upload files in pydantic
+    models."""
 
     def __init__(self) -> None:
         TypeTransformer.__init__(self, "Recipe", Recipe, enable_type_assertions=False)

@@ -31,7 +31,8 @@ def run_dir(run_name: str) -> Path:
 
 
 def path_for_reader(path: Path) -> str:
-    """The name under which a report mentions a file: its path locally, its name in the task's output in a pod."""
+    """The name under which a report mentions a file: its path locally, its name in the task's output in a
+    pod."""
     return str(path) if store.is_local() else path.name
 
 

@@ -1,9 +1,9 @@
 """Where outputs are, and when a local cache entry still counts.
 
-Flyte's local cache keeps paths and copies no files. So local outputs go to a persistent store (`EAGLE3_STORE`,
-by default ~/.cache/eagle3), in a new directory for each execution of a task. Work that resumes after a kill has
-a directory named by its key: training until it is done, hidden states for good.
-A cache entry without its files counts as a miss (flyteorg/flyte#4672). In a pod, outputs go to its working
+Flyte's local cache keeps paths and copies no files. So local outputs go to a persistent store
+(`EAGLE3_STORE`, by default ~/.cache/eagle3), in a new directory for each execution of a task. Work that
+resumes after a kill has a directory named by its key: training until it is done, hidden states for good. A
+cache entry without its files counts as a miss (flyteorg/flyte#4672). In a pod, outputs go to its working
 directory.
 """
 

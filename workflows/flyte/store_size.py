@@ -94,7 +94,8 @@ def render(root: Path, held: list[Held]) -> str:
         "",
         f"{'total':<28}{size(lambda h: True)}   what make clean-cache frees",
         f"{'of it unfinished work':<28}{size(lambda h: h.kind == 'unfinished')}   the next run resumes it",
-        f"{'of it in no cache entry':<28}{size(lambda h: h.kind == 'unused')}   of failed or newer runs: no rerun takes it",
+        f"{'of it in no cache entry':<28}{size(lambda h: h.kind == 'unused')}   "
+        "of failed or newer runs: no rerun takes it",
     ]
     return "\n".join(lines)
 

@@ -22,7 +22,8 @@ def summary_text(summary: dict[str, Any]) -> str:
         f"acceptance length       {summary['acceptance_length']:.3f}; "
         f"by the trainer {summary['trainer_acceptance_length']:.3f}",
         f"acceptance by position  {positions}",
-        f"tokens/s                {speed['with_draft']:.1f} with the draft, {speed['without_draft']:.1f} without",
+        f"tokens/s                {speed['with_draft']:.1f} with the draft, "
+        f"{speed['without_draft']:.1f} without",
         f"same text as without    {'yes' if summary['outputs_identical'] else 'NO'}",
         "",
         f"draft     {summary['export_dir']}",

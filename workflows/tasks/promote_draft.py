@@ -67,7 +67,8 @@ def check_current_draft(made_for: str, target: Target) -> Target:
     if made_for and made_for != target.digest:
         raise ValueError(
             f"the promoted draft must be for this run's target {target.name}, digest {target.digest}, "
-            f"got {made_for}; give each target a promote.place of its own, or set target.revision to the former"
+            f"got {made_for}; give each target a promote.place of its own, or set target.revision to "
+            "the former"
         )
     return target
 
