@@ -30,7 +30,7 @@ def summary_text(summary: dict[str, Any]) -> str:
         f"metrics   {summary['metrics']}",
         f"report    {summary['report_html']}",
         f"data      {summary['data_html']}",
-        f"figures   {summary['summary_json']}",
+        f"summary   {summary['summary_json']}",
         "",
         f"Serve it. {SERVE_NOTE}",
         *(f"  {line}" for line in summary["serve"].values()),
