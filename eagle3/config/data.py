@@ -1,5 +1,7 @@
 """Settings of the training data: sources of rows, prepare and the draft vocabulary."""
 
+import re
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -10,6 +12,9 @@ PresetName = Literal["", "sharegpt", "ultrachat", "magpie", "open_perfectblend",
 
 # Presets whose files the hub cannot load as a data set.
 PRESETS_WITHOUT_HUB = ("bfcl",)
+
+# `datasets` cannot stream a slice of a split.
+SLICED_SPLIT = re.compile(r"[^:]+:.*\[[^\]]*\](\([^)]*\))?")
 
 
 class SourceConfig(StageConfig):
@@ -34,6 +39,12 @@ class SourceConfig(StageConfig):
         if not self.path and self.preset in PRESETS_WITHOUT_HUB:
             raise ValueError(
                 f"the hub cannot load preset {self.preset}; set path to its JSONL file or their directory"
+            )
+        is_sliced = SLICED_SPLIT.fullmatch(self.path) and "://" not in self.path
+        if is_sliced and not Path(self.path).expanduser().exists():
+            raise ValueError(
+                f"a hub data set must be given with a whole split, got {self.path}; drop the brackets and "
+                "set max_rows for the first rows of the split"
             )
         return self
 

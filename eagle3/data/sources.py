@@ -21,7 +21,7 @@ from eagle3.files import digest_of, file_version, is_remote
 from eagle3.targets.hub import connection_errors, hub_commit
 from eagle3.uris import base_name, redact, redact_secrets, uri_kind
 
-HUB_DATA_SET = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::([\w.-]+))?:([\w.-]+(?:\[[\w:%-]*\])?)")
+HUB_DATA_SET = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::([\w.-]+))?:([\w.-]+)")
 HIDDEN = re.compile(r"(^|/)[._]")
 REFUSALS = (400, 401, 403)
 

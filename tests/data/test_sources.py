@@ -163,12 +163,23 @@ def test_a_path_that_is_no_source_is_an_error(path: str, message: str) -> None:
     [
         ("org/name:train", ("org/name", "", "train")),
         ("name:sub:train", ("name", "sub", "train")),
-        ("org/name:default:train[:10%]", ("org/name", "default", "train[:10%]")),
         ("s3://bucket/rows:1.jsonl", None),
     ],
 )
 def test_hub_names_differ_from_paths(path: str, parts: tuple[str, str, str] | None) -> None:
     assert hub_parts(path) == parts
+
+
+@pytest.mark.parametrize("split", ["train[:10%]", "default:train[5:10]", "train[:10%](pct1_dropremainder)"])
+def test_a_slice_of_a_split_is_refused_where_the_recipe_is_read(split: str) -> None:
+    with pytest.raises(ValueError, match=r"whole split, got org/name:.*; drop the brackets and set max_rows"):
+        SourceConfig(path=f"org/name:{split}")
+
+
+def test_a_file_may_have_brackets_in_its_name(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "a:[1]", "x"))
+    assert SourceConfig(path=path).path == path
+    assert SourceConfig(path="s3://b/a:[1]").path == "s3://b/a:[1]"
 
 
 def test_names_of_sources_hold_no_directories(tmp_path: Path) -> None:
