@@ -31,6 +31,8 @@ from eagle3.targets.weights import check_target_config, read_config
 
 # float32 master weights, their gradient and two moments of the optimizer.
 TRAINED_BYTES = 16
+# Flyte 1.16 refuses events above 4 MiB; extraction's take 1.7 kB a shard: 2467 fit.
+MAX_SHARDS = 2400
 RAISE_TENSOR_PARALLEL = "raise fanout.tensor_parallel_size or name a larger resources.engine.accelerator"
 
 
@@ -182,9 +184,15 @@ def _check_disks(cfg: RunSettings, size: TargetSize, disks: dict[str, int]) -> N
 
 
 def check_rows(cfg: RunSettings, config: dict[str, Any], surveys: Sequence[SourceSurvey]) -> None:
-    """Refuse too few rows, tool tasks without a tool parser, and chunk groups above the disk budget."""
+    """Refuse too few rows, too many shards, tools without parser, chunk groups above the disk budget."""
     check_parsers(cfg.regenerate, has_tools=any(s.tool_tasks for s in surveys))
     work = workload(cfg, surveys)
+    if work.shards > MAX_SHARDS:
+        raise ValueError(
+            f"a run must have at most {MAX_SHARDS} shards, Flyte sends the nodes of a fan-out in one message "
+            f"of 4 MiB; {work.rows} rows fill {work.shards} of data.rows_per_shard = "
+            f"{cfg.data.rows_per_shard}; raise data.rows_per_shard"
+        )
     is_exact = all(s.basis == "counted" for s in surveys) and not any(s.weight for s in cfg.data.sources)
     if is_exact and work.shards < cfg.data.min_shards:
         raise ValueError(

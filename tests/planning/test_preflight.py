@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from eagle3.planning.preflight import check_rows, check_target
+from eagle3.planning.preflight import MAX_SHARDS, check_rows, check_target
 from tests.helpers.configs import LLAMA31_8B
 from tests.helpers.plans import DISKS, GIB, SOURCES, settings
 
@@ -99,6 +99,18 @@ def test_too_few_rows_are_refused_only_where_all_are_counted() -> None:
         check_rows(cfg, LLAMA31_8B, SOURCES)
     for basis in ("estimated", "at_least"):
         check_rows(cfg, LLAMA31_8B, [replace(SOURCES[0], basis=basis)])
+
+
+@pytest.mark.parametrize("basis", ["counted", "estimated", "at_least"])
+def test_more_shards_than_one_fan_out_holds_are_refused(basis: Any) -> None:
+    cfg = settings(data={"rows_per_shard": 10})
+    fitting = replace(SOURCES[0], rows=10 * MAX_SHARDS, basis=basis)
+    check_rows(cfg, LLAMA31_8B, [fitting])
+    too_many = replace(fitting, rows=fitting.rows + 1)
+    with pytest.raises(
+        ValueError, match=r"at most 2400 shards.* 24001 rows fill 2401 .*raise data.rows_per_shard"
+    ):
+        check_rows(cfg, LLAMA31_8B, [too_many])
 
 
 def test_rows_with_tools_need_a_tool_parser() -> None:
