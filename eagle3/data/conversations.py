@@ -91,6 +91,15 @@ def drop_trailing_answer(messages: list[Message]) -> list[Message]:
     return messages[:end]
 
 
+def check_unicode(text: str, where: str) -> None:
+    """Refuse half a surrogate pair: neither a tokenizer nor a file takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        found = f"half a surrogate pair after {text[max(e.start - 40, 0) : e.start]!a}"
+        raise BadRow("bad_unicode", f"{where} has {found}; correct the escape") from e
+
+
 def _read_conversation(row: Mapping[str, Any]) -> Conversation:
     turn_key = _first_key(row, TURN_KEYS)
     if turn_key:
@@ -102,7 +111,10 @@ def _read_conversation(row: Mapping[str, Any]) -> Conversation:
         messages = [*_read_turn({"role": "system", "content": row[system_key]}, system_key), *messages]
     if not any(m["role"] == "user" for m in messages):
         raise BadRow("no_user", "no user text; add a message with the role user or remove the row")
-    return Conversation(messages, _read_tools(row), form)
+    tools = _read_tools(row)
+    for where, value in [*((f"message {i}", m) for i, m in enumerate(messages, 1)), ("tools", tools)]:
+        check_unicode(json.dumps(value, ensure_ascii=False), where)
+    return Conversation(messages, tools, form)
 
 
 def _read_turns(turns: Any, key: str) -> tuple[list[Message], str]:
@@ -187,7 +199,6 @@ def _read_text(value: Any, where: str, objects_too: bool = False) -> str:
     if not isinstance(value, str):
         found = f"{where} must be text, got {_type_name(value)}"
         raise BadRow("not_text", f"{found}; write a string or parts of type text")
-    _check_unicode(value, where)
     return value
 
 
@@ -202,7 +213,6 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         found = f"arguments of {name} in {where} must be an object, got {_type_name(arguments)}"
         raise BadRow("bad_tool_call", f"{found}; correct them")
-    _check_unicode(json.dumps([name, arguments], ensure_ascii=False), where)
     number = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -218,7 +228,6 @@ def _read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         if not isinstance(schema, dict) or not isinstance(schema.get("name"), str):
             found = f"{key} must be JSON schemas with names, got {_type_name(tool)}"
             raise BadRow("bad_tools", f'{found}; write {{"name": …, …}}')
-        _check_unicode(json.dumps(schema, ensure_ascii=False), key)
         tools.append({"type": "function", "function": schema})
     return tools or None
 
@@ -248,14 +257,6 @@ def _parse_json(value: Any, where: str, reason: str = "bad_json") -> Any:
     except (ValueError, RecursionError) as e:
         rule = f"{where} is a string that is not JSON ({e})"
         raise BadRow(reason, f"{rule}; write a list or correct the string") from e
-
-
-def _check_unicode(text: str, where: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        rule = f"{where} has half a surrogate pair at character {e.start + 1}"
-        raise BadRow("bad_unicode", f"{rule}; correct the escape") from e
 
 
 def _first_key(row: Mapping[str, Any], keys: tuple[str, ...]) -> str | None:

@@ -75,7 +75,9 @@ class Outcome:
         return {self.opening, *(tokens_key(row.token_ids) for row in self.rows)} - {""}
 
     def dropped(self, reason: str, message: str) -> "Outcome":
-        return replace(self, rows=[], reason=reason, message=message)
+        # Reports are UTF-8, and a message may quote a row with half a surrogate pair.
+        quoted = message.encode(errors="backslashreplace").decode()
+        return replace(self, rows=[], reason=reason, message=quoted)
 
 
 class RowEncoder:

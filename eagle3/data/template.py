@@ -12,7 +12,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from eagle3.data.conversations import REASONING_KEYS, BadRow, Conversation
+from eagle3.data.conversations import REASONING_KEYS, BadRow, Conversation, check_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,6 +130,7 @@ class ChatTemplate:
     def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
         """The template's messages: reasoning under every known key, or none if thinking is off."""
         for text in _texts([conversation.messages, conversation.tools]):
+            check_unicode(text, "a text")  # also in calls of the target's own: JSON may escape it
             if token := self.control.search(text):
                 rule = f"a text spells the control token {token.group()}"
                 raise BadRow("control_token", f"{rule}; remove it from the text, or remove the row")

@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle3.config.data import DataConfig, SourceConfig
 from eagle3.data import encode, pool
+from eagle3.data.chat import prompt_row
+from eagle3.data.conversations import BadRow, Conversation, Message
 from eagle3.data.encode import Outcome, RowEncoder, Task, opening_key, tokens_key
 from eagle3.data.files import Record
 from eagle3.data.pool import EncoderPool
@@ -67,6 +69,47 @@ def test_a_worker_that_is_killed_is_an_error_that_says_so(
         os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
         with pytest.raises(RuntimeError, match=r"killed from outside.*lower data\.workers"):
             deque(outcomes, maxlen=0)
+
+
+CALL = {"role": "assistant", "tool_calls": [{"id": "1", "name": "f", "arguments": {}}]}
+RESULT = {"role": "tool", "content": "7", "name": "f", "tool_call_id": "1"}
+
+
+@pytest.mark.parametrize("task", [WHOLE, PROMPT, Task("s", "", None, keep="last_prompt")])
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [CALL, {**RESULT, "name": "\ud800"}],
+        [CALL, {**RESULT, "tool_call_id": "\ud800"}],
+        [{**CALL, "tool_calls": [{"id": "\ud800", "name": "f", "arguments": {}}]}, RESULT],
+        [{**CALL, "tool_calls": [{"name": "f", "arguments": {"\ud800": 1}}]}, RESULT],
+        [{**CALL, "reasoning": "\ud800"}, RESULT],
+    ],
+)
+def test_half_a_surrogate_pair_anywhere_drops_one_row_by_name(
+    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]], task: Task
+) -> None:
+    row = {"messages": [{"role": "user", "content": "Hi"}, *turns, {"role": "assistant", "content": "Yes"}]}
+    outcome = outcome_of(tokenizer, row, task)
+    assert (outcome.where, outcome.rows, outcome.reason) == ("f, line 1", [], "bad_unicode")
+
+
+def test_half_a_surrogate_pair_in_a_call_of_the_targets_own_is_refused_before_the_tokenizer(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"city": "\ud800"}}}
+    messages = [Message(role="user", content="Hi"), Message(role="assistant", content="", tool_calls=[call])]
+    with pytest.raises(BadRow, match="half a surrogate pair"):
+        prompt_row(tokenizer, Conversation(messages))
+
+
+def test_a_message_that_quotes_half_a_surrogate_pair_can_be_written(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    call = {"role": "assistant", "tool_calls": [{"name": "\ud800", "arguments": "[1]"}]}
+    outcome = outcome_of(tokenizer, {"messages": [{"role": "user", "content": "Hi"}, call]})
+    assert outcome.reason == "bad_tool_call"
+    assert outcome.message.encode().startswith(b"arguments of \\ud800")
 
 
 def test_tokens_are_taken_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:

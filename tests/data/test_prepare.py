@@ -38,6 +38,20 @@ def test_heldout_prompts_are_last_turns_after_their_own_history(
     assert (row.token_ids, row.script) == (render_prompt(tokenizer, messages_of(CHAT)[:3]), "")
 
 
+def test_half_a_surrogate_pair_drops_its_row_alone_in_training_and_heldout_files(
+    workplace: Workplace,
+) -> None:
+    call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
+    result = {"role": "tool", "name": "\ud800", "content": "7"}
+    bad = {"messages": [{"role": "user", "content": "Hi"}, call, result]}
+    prepared = workplace.prepare(
+        [bad, {"prompt": "a"}, {"prompt": "b"}], heldout=[bad, CHAT, {"prompt": "q"}]
+    )
+    assert len(all_rows(prepared)) == 2
+    for counts in (prepared.report, prepared.report["heldout"]):
+        assert counts["dropped"]["bad_unicode"] == 1
+
+
 def test_rows_that_offer_tools_fill_shards_of_their_own(workplace: Workplace) -> None:
     tool = {"name": "weather", "parameters": {"type": "object"}}
     rows = [{"prompt": f"{word}?", "tools": [tool] if i % 2 else None} for i, word in enumerate("abcdefgh")]

@@ -20,7 +20,7 @@ from workflows.flyte.terminal import data_text
 from workflows.tasks.describe_rows import describe_rows
 
 
-@task(cache=Cache(version="5", ignored_inputs=("target", "recipe")), **DATA, **DECK, **HUB)
+@task(cache=Cache(version="6", ignored_inputs=("target", "recipe")), **DATA, **DECK, **HUB)
 @stage
 def prepare_data(
     prompts_digest: str,

@@ -13,7 +13,7 @@ from workflows.flyte.recipe import Recipe
 from workflows.flyte.stage import stage
 
 
-@task(cache=Cache(version="2", ignored_inputs=("target", "recipe")), **DATA)
+@task(cache=Cache(version="3", ignored_inputs=("target", "recipe")), **DATA)
 @stage
 def prepare_heldout(
     heldout_digest: str, target: Target, target_digest: str, data: DataConfig, recipe: Recipe
