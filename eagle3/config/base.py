@@ -37,6 +37,8 @@ def _fault(model: str, error: Any) -> str:
         return text if len(path) <= 1 else f"{key}: {text}"
     if error["type"] == "missing":
         return f"{key} must be set; add it to the recipe"
+    if error["type"] == "string_type" and isinstance(error["input"], int | float):
+        return f"{key} must be text, YAML reads {error['input']!r}; put it in quotes in the recipe"
     must = "no such setting, correct or remove it" if error["type"] == "extra_forbidden" else error["msg"]
     came = redact_text(repr(error["input"]))
     return f"{key}: {must}, got {came if len(came) <= MAX_SHOWN else came[:MAX_SHOWN] + '…'}"

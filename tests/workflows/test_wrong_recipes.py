@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import yaml
+from flytekit.interaction.click_types import JsonParamType
 
 from tests.helpers.flyte_runs import ROOT, pyflyte_run, words, write_prompts, write_recipe
 from workflows.flyte import journal
+from workflows.flyte.recipe import Recipe
 
 
 @pytest.fixture
@@ -65,3 +67,31 @@ def test_a_missing_file_ends_with_the_message_in_the_docs(workplace: Path, promp
     recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {name: str(missing)}))
     said = words(pyflyte_run(recipe))
     assert said.endswith(message.replace("<file>", str(missing)).replace("prompts", name, 1))
+
+
+def read_recipe(workplace: Path, prompts: Path, target: str, run_name: str, heldout: str = "") -> Recipe:
+    """Read a recipe with scalars as written here, as `pyflyte run --recipe` does."""
+    path = workplace / "scalars.yaml"
+    path.write_text(f"target: {target}\nheldout: {heldout or prompts}\nrun_name: {run_name}\n")
+    recipe: Recipe = JsonParamType(Recipe).convert(str(path), None, None)
+    return recipe
+
+
+@pytest.mark.parametrize("date", ["2026-11-30", "2026-11-30 10:00:00", "2026-11-30T10:00:00Z"])
+def test_a_date_in_a_recipe_is_text_as_written(workplace: Path, prompts: Path, date: str) -> None:
+    recipe = read_recipe(workplace, prompts, f"{{name: org/name, revision: {date[:10]}}}", date)
+    assert recipe.run_name == date
+    assert recipe.target.revision == "2026-11-30"
+
+
+@pytest.mark.parametrize(("scalar", "read"), [("20261130", "20261130"), ("no", "False"), ("1.10", "1.1")])
+def test_a_scalar_that_yaml_reads_as_no_text_is_refused_with_the_quotes_to_add(
+    workplace: Path, prompts: Path, scalar: str, read: str
+) -> None:
+    must = f"YAML reads {read}; put it in quotes in the recipe"
+    with pytest.raises(ValueError, match=f"run_name must be text, {must}"):
+        read_recipe(workplace, prompts, "{name: org/name}", scalar)
+    with pytest.raises(ValueError, match=f"target.revision must be text, {must}"):
+        read_recipe(workplace, prompts, f"{{name: org/name, revision: {scalar}}}", "run")
+    with pytest.raises(ValueError, match=f"heldout must be a path or URL, {must}"):
+        read_recipe(workplace, prompts, "{name: org/name}", "run", heldout=scalar)

@@ -7,6 +7,7 @@ cached tasks take the whole recipe as an ignored input, and settings for their k
 from pathlib import Path
 from typing import Annotated, Any
 
+import yaml
 from flytekit import FlyteContext, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine, TypeTransformer
 from flytekit.extras.pydantic_transformer.transformer import PydanticTransformer
@@ -18,9 +19,16 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 from eagle3.config.run import RunSettings
 from eagle3.uris import check_uri
 
+# flytekit reads a recipe with yaml.safe_load and writes it as JSON, which has no dates: they stay text.
+yaml.SafeLoader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
+
 
 def _as_file(value: Any, info: ValidationInfo) -> Any:
     """Convert a path or URL of a recipe to the form that FlyteFile validates."""
+    if isinstance(value, int | float):
+        raise ValueError(
+            f"{info.field_name} must be a path or URL, YAML reads {value!r}; put it in quotes in the recipe"
+        )
     if not isinstance(value, str):
         return value
     try:
