@@ -15,6 +15,7 @@ from itertools import chain, islice
 from eagle3.data.encode import Outcome, RowEncoder, Task, in_batches
 from eagle3.data.files import Record
 from eagle3.errors import WorkerDied
+from eagle3.sockets import make_socket_dir
 
 MAX_INLINE_ROWS = 4096  # that this process encodes before it starts others
 MAX_WORKERS = 8
@@ -64,6 +65,7 @@ class EncoderPool:
                 future.cancel()
 
     def _start(self) -> ProcessPoolExecutor:
+        make_socket_dir()
         context = multiprocessing.get_context("forkserver")
         # The imports of every process. Unpickling a tokenizer needs half the imports of loading one.
         context.set_forkserver_preload([type(self.encoder.tokenizer).__module__, __name__])

@@ -10,13 +10,13 @@ import threading
 from dataclasses import dataclass
 from multiprocessing import current_process
 from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
 from queue import Queue, SimpleQueue
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from eagle3.sockets import make_socket_dir
 
 SENDER_ROWS = 8
 
@@ -51,10 +51,10 @@ class Receiver:
     """Listens for rank 0; the connector connects to `address`."""
 
     def __init__(self) -> None:
-        self.directory = TemporaryDirectory(prefix="eagle3-")
-        self.address = str(Path(self.directory.name) / "states")
+        make_socket_dir()
         # vLLM's workers are multiprocessing children and inherit the key.
-        self.listener = Listener(self.address, "AF_UNIX", authkey=current_process().authkey)
+        self.listener = Listener(family="AF_UNIX", authkey=current_process().authkey)
+        self.address = str(self.listener.address)
         threading.Thread(target=self._receive, name="receive-states", daemon=True).start()
 
     def _receive(self) -> None:

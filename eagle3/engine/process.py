@@ -28,6 +28,7 @@ from typing import Any
 from eagle3.engine.interface import AnsweringEngine, EngineSettings
 from eagle3.engine.progress import Progress, Report
 from eagle3.errors import EngineDied, is_out_of_memory
+from eagle3.sockets import make_socket_dir
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[Progress], None]
@@ -174,6 +175,7 @@ def _start(process: BaseProcess, library: str) -> None:
     multiprocessing has no arguments for these. The import takes seconds with flytekit, and would run a
     script without a `__main__` guard a second time.
     """
+    make_socket_dir()
     no_main = {"__main__": ModuleType("__main__")}
     if not forks_engines():
         with _changed(os.environ, _environment(library)), _changed(sys.modules, no_main):

@@ -94,14 +94,16 @@ class Pod:
         return False
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal to all its processes, if any is left."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        """Send a signal to all its processes, those that lead groups of their own included."""
+        for pid in self.processes(""):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def wait(self) -> int:
         """Exit code, negative after a signal. All processes that the command started are killed."""
         code = self.process.wait()
-        self.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         return code
 
     def log(self) -> str:

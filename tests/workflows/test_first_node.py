@@ -69,10 +69,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"train": {"disk_budget_bytes": 1000}},
         "lower train.shuffle_chunks or raise train.disk_budget_bytes",
     ),
-    "no such initial draft": (
-        {"train": {"init_from": "runs/absent"}},
-        "a pod cannot read directories of your machine",
-    ),
+    "no such initial draft": ({"train": {"init_from": "runs/absent"}}, "a pod cannot read your directories"),
     "initial draft of other layers": (
         {"train": {"init_from": DRAFT}},
         "the draft of train.init_from does not fit: it reads aux layers [1, 2], the states hold [1, 2, 3]",
