@@ -60,7 +60,6 @@ class Receiver:
     def _receive(self) -> None:
         connection = self.listener.accept()
         self.listener.close()
-        self.directory.cleanup()
         while True:
             try:
                 captured.put(receive(connection))
