@@ -3,11 +3,11 @@
     pretokenized      input_ids and loss_mask
     openai_messages   messages | conversations | conversation: turns of {role, content}
     sharegpt          the same keys: turns of {from, value}
-    prompt_response   one of PROMPT_KEYS and one of RESPONSE_KEYS; `input` follows an instruction
+    prompt_response   one of PROMPT_KEYS and one of RESPONSE_KEYS; `input` is appended
     prompt_only       one of PROMPT_KEYS
 
-All but the first may also have system, and tools or functions. Lists may be JSON in a string. Other keys (id,
-source, …) are ignored.
+Every format but pretokenized may add one of SYSTEM_KEYS, and tools or functions. Lists may be JSON in a
+string. Other keys (id, source, …) are ignored.
 """
 
 import json
@@ -31,7 +31,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 class Message(TypedDict, total=False):
-    """One turn. role: system, user, assistant or tool. content: "" in a turn of tool calls only.
+    """One turn. role: system, user, assistant or tool. content: "" if the turn has no text, only calls.
 
     tool_calls: [{"id"?, "type": "function", "function": {"name": str, "arguments": dict}}].
     """

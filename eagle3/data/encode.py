@@ -37,9 +37,9 @@ T = TypeVar("T")
 class Task:
     """How to encode the rows of one source.
 
-    source: its name in the rows. preset, thinking: as in SourceConfig. keep: `answers` for whole
-    conversations; `script` for the messages up to the first answer, with an all-False mask and a script of
-    the rest; `last_prompt` for the conversation without its last answer.
+    source: name of the source in the rows. preset, thinking: as in SourceConfig. keep: what is encoded.
+    `answers`: the whole conversation. `script`: the messages up to the first answer, with an all-False mask;
+    the later turns go into the row's script. `last_prompt`: the conversation without its last answer.
     """
 
     source: str
@@ -53,8 +53,9 @@ class Outcome:
     """The result of one source row.
 
     where: file and line. rows: its token rows, none if it is dropped. reason, message: why it is dropped.
-    opening: key of the first user text; splits keep rows of one opening together. content: digest of the
-    conversation. script: as in TokenRow. is_cut: tokens were left out to fit the limits. turns: user turns.
+    opening: key of the first user text; the validation split keeps rows with the same opening together.
+    content: digest of the conversation. script: as in TokenRow. is_cut: tokens were left out to fit the
+    limits. turns: user turns.
     """
 
     where: str
@@ -167,7 +168,7 @@ class RowEncoder:
             raise BadRow("in_heldout", "it is a prompt of an evaluation set")
         content = digest_of(array("i", ids).tobytes(), bytes(mask))
         pairs = enumerate(pairwise([False, *mask]))
-        begins = [i for i, (before, now) in pairs if now and not before]  # of answers
+        begins = [i for i, (before, now) in pairs if now and not before]  # first token of each answer
         outcome = replace(outcome, opening=opening, content=content, turns=len(begins), format="pretokenized")
         if task.keep == "answers":
             end = min(len(ids), self.cfg.max_tokens)

@@ -1,4 +1,4 @@
-"""Attention of the unroll: a slot sees its row's step-0 keys up to itself, and its own keys of later steps.
+"""Attention of the unroll: a slot sees its row's step-0 keys up to its position, and its own later keys.
 
 One softmax runs over both. O0 and L0 are the output and log-sum-exp over the step-0 keys, e_j the scores of
 own keys:
@@ -27,10 +27,10 @@ FLEX_BLOCK = 128  # queries and keys of a FlexAttention tile
 
 @dataclass(frozen=True)
 class VisibleKeys:
-    """The step-0 keys that the slots of a pack see: slot s sees its row's keys up to slots[s].
+    """For each slot of a pack, the step-0 keys that it sees: from its row's start up to its own position.
 
-    slots: [S] int64 pack positions, ascending. row_starts: [R + 1] int64. blocks: of
-    attention_cpu.query_blocks, empty on a GPU. block_mask: FlexAttention's, None without slots or on a CPU.
+    slots: [S] int64 pack positions, ascending. row_starts: [R + 1] int64. blocks: the result of
+    attention_cpu.query_blocks, empty on a GPU. block_mask: a BlockMask, None on a CPU or if S is 0.
     """
 
     slots: Tensor
@@ -40,7 +40,7 @@ class VisibleKeys:
 
     @classmethod
     def from_slots(cls, slots: Tensor, row_starts: Tensor, device: torch.device) -> "VisibleKeys":
-        """Compute them on `device` from slots and row_starts on the CPU."""
+        """Move both tensors from the CPU to `device`. Build the blocks for a CPU or the mask for a GPU."""
         moved = slots.to(device, non_blocking=True), row_starts.to(device, non_blocking=True)
         if device.type == "cuda":
             return cls(*moved, [], flex_mask(*moved, int(row_starts[-1])))
@@ -130,8 +130,8 @@ def compiled_flex_attention() -> Callable[..., Any]:
 def flex_mask(slots: Tensor, row_starts: Tensor, num_keys: int) -> Any:
     """FlexAttention's BlockMask of a pack, computed from row bounds without an [S, T] mask.
 
-    A tile of queries sees the key tiles from its first slot's row start to its last slot. A tile between the
-    last slot's row start and the first slot is full: it needs no mask.
+    A tile of queries needs the key tiles between its first slot's row start and its last slot. Every query
+    sees all keys of a tile between the last slot's row start and the first slot: that tile is full.
     """
     if not len(slots):
         return None

@@ -21,8 +21,8 @@ class DraftConfig:
     """Shape and flags of a draft; `to_dict` is draft.json.
 
     transformer_layer_config: Hugging Face config of the one layer, `model_type` llama or qwen3.
-    draft_vocab_size: K. target_hidden_size: H of the target. eagle_aux_hidden_state_layer_ids: A ids,
-    ascending. target_architectures: as in the target's config.json.
+    draft_vocab_size: K. target_hidden_size: H of the target. eagle_aux_hidden_state_layer_ids: the ids of the
+    A aux layers, ascending. target_architectures: as in the target's config.json.
     """
 
     transformer_layer_config: dict[str, Any]
@@ -74,6 +74,6 @@ def layer_config(target: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mlp_width(target: dict[str, Any]) -> int:
-    """Inner width of the draft's MLP: the target's, or the sum over one token's experts."""
+    """Inner width of the draft's MLP: the target's, times the experts per token if the target is an MoE."""
     width = int(target.get("moe_intermediate_size") or target["intermediate_size"])
     return width * int(target.get("num_experts_per_tok") or 1)

@@ -53,8 +53,8 @@ def summarize_run(
     draft: DraftExport,
     evaluation: EvaluationReport,
 ) -> FlyteDirectory:
-    """Write summary.json, report.html, data.html and data.json: into runs/<run_name> here, an output
-    directory in a pod."""
+    """Write summary.json, report.html, data.html and data.json. The directory is runs/<run_name> in a local
+    run, and a new output directory in a pod."""
     from eagle3.reports.run import render_html
 
     out = run_dir(recipe.run_name)
@@ -123,8 +123,8 @@ def _metrics(uri: str) -> list[dict[str, Any]]:
 
 
 def hub_target(target: TargetConfig, model: Target) -> tuple[str, str]:
-    """Hub id and commit of exactly the target that was evaluated; none for one with another chat template, or
-    from elsewhere."""
+    """Hub id and commit of the evaluated target. Both are "" if it is not from the hub or has another chat
+    template."""
     from eagle3.targets.resolve import target_kind
 
     is_hub = not target.chat_template and target_kind(target.name) == "hub"
@@ -170,7 +170,7 @@ def _version(distribution: str) -> str:
 
 
 def settings(recipe: RunSettings) -> dict[str, dict[str, Any]]:
-    """The recipe's blocks with their defaults, but for resources; URLs lose user, password and query, which
+    """The recipe's blocks with their defaults, except `resources`. URLs lose user, password and query, which
     may be secrets."""
     blocks = set(RunSettings.model_fields) - {"resources"}
     return {name: _public(block) for name, block in recipe.model_dump(include=blocks).items()}
@@ -185,7 +185,7 @@ def _public(value: Any) -> Any:
 
 
 def _capture_versions(states: HiddenStateShards) -> dict[str, str]:
-    """Versions of the engine that captured the first shard: in a cluster, those of another image."""
+    """Versions of the engine that captured the first shard. In a cluster it runs in another image."""
     store.share_credentials()
     with fsspec.open(f"{store.location(states.shards[0].directory)}/manifest.json") as f:
         info = json.load(f)["info"]
