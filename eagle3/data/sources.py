@@ -18,12 +18,13 @@ from eagle3.config.data import DataConfig, SourceConfig
 from eagle3.data.files import Record, file_format, read_file
 from eagle3.data.presets import PRESETS
 from eagle3.files import digest_of, file_version, is_remote
-from eagle3.targets.hub import connection_errors, hub_commit
+from eagle3.targets.hub import connection_errors, hub_commit, is_transient_hub_error
 from eagle3.uris import base_name, redact, redact_secrets, uri_kind
 
 HUB_DATA_SET = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::([\w.-]+))?:([\w.-]+)")
 HIDDEN = re.compile(r"(^|/)[._]")
 REFUSALS = (400, 401, 403)
+NO_SCRIPTS = "Dataset scripts are no longer supported"  # the RuntimeError of datasets
 
 logger = logging.getLogger(__name__)
 
@@ -113,15 +114,18 @@ def _read_hub(repository: str, subset: str, split: str, revision: str, name: str
         )
         for number, row in enumerate(rows, 1):
             yield Record(f"{name}, row {number}", row)
-    except (ConnectionError, TimeoutError):
-        raise
-    except connection_errors() as e:
-        where = f"data set {repository}, after row {number}"
-        raise ConnectionError(f"{where}: {type(e).__name__}: {e}; run again") from e
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as e:
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, *connection_errors()) as e:
         where = f"data set {repository}, {f'after row {number}' if number else 'first row'}"
+        found = f"{where}: {type(e).__name__}: {e}"
+        if is_transient_hub_error(e):
+            raise ConnectionError(f"{found}; run again") from e
+        if isinstance(e, RuntimeError):
+            if NO_SCRIPTS not in str(e):
+                raise
+            remedy = "set the source's revision to refs/convert/parquet, if it exists, or give a local copy"
+            raise ValueError(f"{found}; {remedy}") from e
         remedy = "check name, subset, split and HF_TOKEN, or give a local copy"
-        raise ValueError(f"{where}: {type(e).__name__}: {e}; {remedy}") from e
+        raise ValueError(f"{found}; {remedy}") from e
     if not number:
         raise ValueError(f"data set {name} has no rows; name another split")
 

@@ -17,6 +17,7 @@ from eagle3.data.files import COMPRESSIONS, Record, file_format
 from eagle3.data.sources import hub_parts, read_source, source_files, source_name, source_path
 from eagle3.planning.workload import SourceSurvey
 from eagle3.shards.tokens import is_tool_task
+from eagle3.targets.hub import connection_errors, is_transient_hub_error
 from eagle3.uris import redact
 
 COUNT_ROWS = 2000
@@ -143,7 +144,9 @@ def _hub_rows(repository: str, subset: str, split: str, revision: str) -> int:
 
     try:
         builder = datasets.load_dataset_builder(repository, subset or None, revision=revision or None)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError):
+    except (OSError, ValueError, datasets.exceptions.DatasetsError, *connection_errors()) as e:
+        if is_transient_hub_error(e):
+            raise ConnectionError(f"data set {repository}: {type(e).__name__}: {e}; run again") from e
         return 0
     splits = builder.info.splits or {}
     return int(splits[split].num_examples or 0) if split in splits else 0

@@ -1,12 +1,13 @@
 """The Hugging Face hub: find the commit of a revision, and download its files."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from eagle3.errors import is_transient
 from eagle3.uris import redact_secrets
 
 
@@ -63,9 +64,29 @@ def connection_errors() -> tuple[type[Exception], ...]:
 
 
 def _hub_error(what: str, name: str, revision: str, error: Exception) -> Exception:
-    status = getattr(getattr(error, "response", None), "status_code", None) or 0
-    is_transient = isinstance(error, connection_errors()) or status == 429 or status >= 500
     rule = f"{what} {name} (revision {revision or 'default'}) cannot be fetched from the hub"
     remedy = "check the id, the network and HF_TOKEN, or give a local copy"
     message = f"{rule}: {type(error).__name__}: {error}; {remedy}"
-    return ConnectionError(message) if is_transient else ValueError(message)
+    return ConnectionError(message) if is_transient_hub_error(error) else ValueError(message)
+
+
+def is_transient_hub_error(error: BaseException) -> bool:
+    """Whether the hub may answer another try: the first HTTP status among the error and its causes decides.
+
+    `datasets` and `huggingface_hub` wrap the hub's answer in errors of their own, some with `from None`.
+    """
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    errors = list(_with_causes(error))
+    if any(isinstance(e, OfflineModeIsEnabled) for e in errors):
+        return False
+    statuses: list[int | None] = [getattr(getattr(e, "response", None), "status_code", None) for e in errors]
+    if status := next(filter(None, statuses), None):
+        return status == 429 or status >= 500
+    return any(isinstance(e, connection_errors()) or is_transient(e) for e in errors)
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

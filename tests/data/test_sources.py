@@ -104,6 +104,34 @@ def test_a_hub_data_set_that_does_not_exist_is_an_error(
         list(read_source(SourceConfig(path=path)))
 
 
+@pytest.mark.parametrize(
+    ("status", "kind"), [(429, ConnectionError), (503, ConnectionError), (404, ValueError), (403, ValueError)]
+)
+def test_only_a_hub_that_may_answer_later_is_asked_again_for_a_data_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, kind: type[Exception]
+) -> None:
+    import httpx
+    from huggingface_hub import file_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    def fail(*args: object, **kwargs: object) -> None:
+        request = httpx.Request("GET", "http://hub.invalid")
+        raise HfHubHTTPError("refused", response=httpx.Response(status, request=request))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(file_download, "get_hf_file_metadata", fail)
+    with pytest.raises(kind, match="data set example-org/absent, first row"):
+        next(read_source(SourceConfig(path="example-org/absent:train", revision="c1")))
+
+
+def test_a_data_set_with_a_loading_script_is_a_settings_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import HfApi
+
+    monkeypatch.setattr(HfApi, "hf_hub_download", lambda *a, **k: "/cache/c1/README.md")
+    with pytest.raises(ValueError, match=r"found scripted\.py; set the source's revision to refs/convert"):
+        next(read_source(SourceConfig(path="example-org/scripted:train")))
+
+
 def test_a_directory_is_all_its_files_in_the_order_of_their_paths(tmp_path: Path) -> None:
     write(tmp_path / "rows/b.jsonl", "two", "three")
     write(tmp_path / "rows/a/z.json", "one")
